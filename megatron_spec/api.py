@@ -80,8 +80,8 @@ class SpecModel:
         objective: draft steps, loss and alignment.
         reference: the base on disk, needed to save and export.
         quant: the quantisation policy, if quantised.
-        iteration: calls in training so far. It decides, with torch's seed, what a draft draws (anchors, dropped rows,
-            noise), and `ObjectiveConfig.backbone_iters` counts it; `load` sets it to the iteration that was saved.
+        iteration: calls with gradients so far. It decides, with torch's seed, what a draft draws (anchors, dropped
+            rows, noise), and `ObjectiveConfig.backbone_iters` counts it; `load` sets it to the iteration saved.
     """
 
     base: FrozenBase
@@ -116,7 +116,7 @@ class SpecModel:
         features, objective = self.source.features(given), self.objective.at(self.iteration)
         with step_of(self.iteration):
             losses = [self.draft(f, self.base, objective) for f in features]
-        self.iteration += self.draft.training
+        self.iteration += self.draft.training and torch.is_grad_enabled()
         return losses
 
 

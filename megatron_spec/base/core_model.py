@@ -151,7 +151,7 @@ def _other_base(model: Any, config: BaseConfig) -> str | None:
 
 
 def _other_angles(model: Any, config: BaseConfig) -> list[str]:
-    if all(isinstance(layer.self_attention.core_attention, CoreAttention) for layer in core_model(model).layers):
+    if any(isinstance(module, CoreAttention) for module in model.modules()):
         return []  # built by FrozenBase: it has no angles of its own
     if model.position_embedding_type not in ("rope", "yarn"):
         return [f"position_embedding_type is {model.position_embedding_type!r}, expected 'rope'"]

@@ -165,6 +165,26 @@ def test_features_of_another_base_are_refused(runs: tuple[Path, dict[str, list[f
         FeatureStore(root / "foreign", {"base_fingerprint": fingerprint})
 
 
+def test_features_of_other_data_are_not_continued(runs: tuple[Path, dict[str, list[float]]], tmp_path: Path) -> None:
+    """As many conversations, other texts: the store would keep, or mix in, those of the first file."""
+    from megatron_spec.features.store import FeatureWriter, StoreManifest, read_manifest
+
+    root, _ = runs
+    known = read_manifest(root / "store")
+    other = (root / "train.jsonl").read_text().replace("red", "raw")
+    (tmp_path / "other.jsonl").write_text(other)
+    with pytest.raises(RuntimeError, match=r"store was started with other settings \(data_hash: found"):
+        run_world(1, extract_again, str(root), str(tmp_path / "other.jsonl"))
+    old = StoreManifest.from_dict({**known.to_dict(), "data_hash": ""})  # of an earlier version
+    assert known.data_hash and FeatureWriter(root / "store", old).pending() == []
+
+
+def extract_again(root: str, data: str) -> None:
+    from megatron_spec.commands.features import extract_features
+
+    extract_features(f"{root}/draft", f"{root}/store", data, seq_length=96, micro_batch_size=2)
+
+
 def test_one_command_trains_on_either(runs: tuple[Path, dict[str, list[float]]]) -> None:
     """launch_train.sh: converts, counts the steps of an epoch, trains on stored features."""
     root, _ = runs

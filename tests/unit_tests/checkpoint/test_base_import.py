@@ -354,7 +354,7 @@ def test_a_config_json_that_contradicts_the_stored_arguments(
     _save_megatron(tmp_path, _gpt("local", False, world), args, world)
     plain = inspect_base(tmp_path).config
     written = {
-        "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 83, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10000.0,
     }  # fmt: skip
