@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,18 @@ def test_training_loop_of_the_docs(tmp_path: Path) -> None:
     found, expected = run_world(1, parameters_of, [str(tmp_path / name) for name in ("my_draft", "alone")])[0]
     for name, value in expected.items():
         assert float((found[name] - value).norm() / value.norm()) < 1e-4, name
+
+
+def test_batches_are_moved_to_the_device() -> None:
+    """Loaders put them on the host."""
+    import torch
+
+    from megatron_spec.api import _on_device
+    from tests.tiny import make_batch
+
+    world: Any = SimpleNamespace(device=torch.device("meta"))
+    (moved,) = _on_device([make_batch(1, 8, seed=0)], world)
+    assert moved.tokens_BS.device.type == "meta" and moved.host is not None
 
 
 def parameters_of(checkpoints: list[str]) -> list[dict[str, Any]]:
