@@ -263,8 +263,8 @@ def _finish(
     copy_side_files(source, folder)
     if not any(folder.glob("tokenizer*")):
         log.warning(
-            "the exported base has no tokenizer, since %s has none: copy its files into the export, and its end of text "
-            "as eos_token_id into config.json and generation_config.json, before an engine serves it", source,
+            "the exported base has no tokenizer, since %s has none: before an engine serves it, copy the files into the "
+            "export, and the end of text as eos_token_id into config.json and generation_config.json", source,
         )  # fmt: skip
     found = source / "config.json"
     config: dict[str, Any] = read_object(found) if found.is_file() else config_json(architecture)
