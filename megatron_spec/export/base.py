@@ -263,7 +263,7 @@ def _finish(
     copy_side_files(source, folder)
     if not any(folder.glob("tokenizer*")):
         log.warning(
-            "the exported base has no tokenizer, since %s has none: before an engine serves it, copy the files into the "
+            "the exported base has no tokenizer, since %s has none: before an engine serves it, copy its files to the "
             "export, and the end of text as eos_token_id into config.json and generation_config.json", source,
         )  # fmt: skip
     found = source / "config.json"
