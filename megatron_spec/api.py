@@ -26,7 +26,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch
 from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.base_import import BaseReference
+from megatron_spec.checkpoint.base_import import COMPUTES, BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, recorded_objective, resolve
 from megatron_spec.commands.convert import draft_kinds, first_draft, fresh_config, own_module, published_draft
 from megatron_spec.commands.runs import ConvertRun
@@ -228,6 +228,12 @@ def _check_source(draft: str | Path | None, mtp_from_base: bool, fresh: dict[str
 
 def _frozen(model: Any, reference: BaseReference, world: World, config: DraftConfig) -> FrozenBase:
     if isinstance(model, FrozenBase):
+        pairs = {name: (getattr(model.config, name), getattr(reference.config, name)) for name in COMPUTES}
+        wrong = [
+            f"{name} is {own} in the base and {given} there" for name, (own, given) in pairs.items() if own != given
+        ]
+        if wrong:
+            raise UserError(f"convert: base_path {reference.path} has another base: {'; '.join(wrong)}")
         if not model.capture_layer_ids:
             model.capture(config.capture_layer_ids)
         if config.capture_layer_ids and tuple(model.capture_layer_ids) != tuple(config.capture_layer_ids):

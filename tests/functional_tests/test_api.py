@@ -248,6 +248,9 @@ def draws(root: str) -> dict[str, list[float]]:
         again = megatron_spec.load(f"{root}/{kind}")
         found[f"{kind} continued"] = [float(m(batch)[0].loss_T[-1]) for m in (model, again)]
         assert torch.equal(before, torch.random.get_rng_state())
+    make_base(Path(root, "other"), rope_theta=500000.0)
+    with pytest.raises(UserError, match=r"base_path .*/other has another base: rope is .* in the base and .* there"):
+        megatron_spec.convert(base, [("eagle1", {})], base_path=f"{root}/other")
     goal = ObjectiveConfig(anchors=2, backbone_weight=1.0, backbone_iters=1)
     config = {"capture_layer_ids": [1, 3, 4], "mask_token_id": 3, "block_size": 2, "markov_rank": 4}
     scheduled = megatron_spec.convert(base, [("dspark", config)], objective=goal)
