@@ -41,7 +41,9 @@ def read_runs(folders: list[str]) -> dict[str, list[Line]]:
     for folder, (settings, *_) in runs.items():
         keys = sorted({*first, *settings} - {*DATA, "at"})
         if changed := [key for key in keys if first.get(key) != settings.get(key)]:
-            raise UserError(f"{folder}: another {', '.join(changed)} than {folders[0]}: compare runs that differ in data")
+            raise UserError(
+                f"{folder}: another {', '.join(changed)} than {folders[0]}: compare runs that differ in data"
+            )
     return runs
 
 

@@ -56,7 +56,7 @@ def test_code_and_text_in_turn(package: str, tmp_path: Path) -> None:
     run("--packages", package, "--count", "3", "--output", str(output))
     asked = [json.loads(line)["turns"][0] for line in output.read_text().splitlines()]
     assert len(set(asked)) == 3 and not any("_hidden" in text or "tested" in text for text in asked)
-    assert asked[0].startswith("Complete the code I provided.\n\ndef area(width, height=2):\n    \"\"\"Area of")
+    assert asked[0].startswith('Complete the code I provided.\n\ndef area(width, height=2):\n    """Area of')
     assert sum(TEXT.strip() in text for text in asked) == 2
     run("--packages", package, "--count", "3", "--output", str(tmp_path / "again.jsonl"))
     assert (tmp_path / "again.jsonl").read_text() == output.read_text()
