@@ -30,6 +30,7 @@ options (defaults in brackets):
   --output DIR        where everything goes [runs/eagle3]
   --draft_vocab N     EAGLE-3: draft vocabulary size [4096; 32000 with --base_model]
   --synthesize N      have the base make up N conversations, questions too; with --prompts it answers both
+  --temperature X     of the training answers: the one you serve at (docs/acceptance.md#training-data) [0: greedy]
   --sa_threshold N    validate once more with a lookup beside the draft (validate.py --sa-threshold)
   --qat_iters N       training steps under fp8; 0: no fp8, export and validation in bf16 alone
   --step_decay X      weight of draft step k is X^k [0.6; with --base_model: EAGLE-3 D-PACE, others 0.8]
@@ -44,7 +45,7 @@ scripts=$root/examples/post_training
 base_model="" tokenizer="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
 prompts="" heldout="" algorithm=eagle3 eagle_config=""
 draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts="" eval_prompts="" eval_tokens="" step_decay="" beta2=""
-recipe="" synthesize="" sa_threshold="" draft_len=""
+recipe="" synthesize="" temperature="" sa_threshold="" draft_len=""
 fail() { echo "error: $1" >&2; exit 2; }
 . "$scripts/algorithms.sh"
 
@@ -52,7 +53,7 @@ while [ $# -gt 0 ]; do
   case $1 in
     -h|--help) sed -n '2,10s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
     --base_model|--tokenizer|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--algorithm|--eagle_config|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
-    --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts|--eval_tokens|--step_decay|--beta2|--recipe|--synthesize|--sa_threshold|--draft_len)
+    --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts|--eval_tokens|--step_decay|--beta2|--recipe|--synthesize|--temperature|--sa_threshold|--draft_len)
       [ $# -ge 2 ] || fail "$1 needs a value"
       printf -v "${1#--}" '%s' "$2"; shift 2 ;;
     *) usage >&2; fail "unknown option $1" ;;
@@ -67,6 +68,7 @@ case $recipe in
   *) fail "--recipe $recipe: expected paper or short" ;;
 esac
 [ -z "$data" ] || [ -z "$synthesize$prompts" ] || fail "--data has conversations: leave --synthesize and --prompts out"
+[ -z "$data" ] || [ -z "$temperature" ] || fail "--data has answers: leave --temperature out"
 [ -z "$data" ] || [ -z "$num_prompts" ] || fail "--data is read whole: leave --num_prompts out"
 [ -z "$synthesize" ] || [ -n "$prompts" ] || [ -z "$num_prompts" ] || fail "--synthesize says how many questions are made up: leave --num_prompts out, or give --prompts"
 if [ -z "$heldout" ] && [ -n "$base_model" ] && [ -f "$root/runs/mt_bench.jsonl" ]; then
@@ -163,7 +165,7 @@ content() { local file; for file in "$@"; do [ -z "$file" ] || cksum < "$file"; 
 mkdir -p "$output/.stages"
 options="algorithm=$algorithm eagle_config=$eagle_config base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
 train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \
-max_new_tokens=$max_new_tokens synthesize=$synthesize recipe=$recipe files=$(content "$eagle_config" "$data" "$prompts")"
+max_new_tokens=$max_new_tokens synthesize=$synthesize temperature=$temperature recipe=$recipe files=$(content "$eagle_config" "$data" "$prompts")"
 if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "$options" ]; then
   printf 'recorded: %s\ngiven:    %s\n' "$(cat "$output/.stages/options")" "$options" >&2
   fail "$output holds a run with other options: choose another --output, or remove it"
@@ -207,7 +209,7 @@ training=("${conversations[@]}" "${steps[@]}" "${goal[@]}" --adam-beta2 "$beta2"
 asked=(${synthesize:+--synthesize "$synthesize"})
 [ -n "$synthesize" ] && [ -z "$prompts" ] || asked+=(--data "${prompts:-$scripts/data/prompts.jsonl}" --num-prompts "$num_prompts")
 [ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" "${asked[@]}" --output "$train" \
-  --max-new-tokens "$max_new_tokens" --batch-size "$answers" "${words[@]}"
+  --max-new-tokens "$max_new_tokens" --batch-size "$answers" ${temperature:+--temperature "$temperature"} "${words[@]}"
 [ ${#vocabulary[@]} -eq 0 ] || stage calibrate_vocab "$output/vocab" "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
   --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab" "${words[@]}"
 stage convert "$output/draft" launch convert_model.py "${kind[@]}" "${vocabulary[@]}" --load "$base" --save "$output/draft"

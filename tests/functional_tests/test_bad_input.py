@@ -302,6 +302,7 @@ def test_an_apex_that_cannot_run_is_refused_only_where_it_is_asked_for(place: Pa
         (["--synthesize", "9", "--num_prompts", "9"], "leave --num_prompts out, or give --prompts"),
         (["--data", "x.jsonl", "--synthesize", "9"], "leave --synthesize and --prompts out"),
         (["--data", "x.jsonl", "--num_prompts", "9"], "--data is read whole: leave --num_prompts out"),
+        (["--data", "x.jsonl", "--temperature", "1"], "--data has answers: leave --temperature out"),
         (["--qat_iters", "some"], "--qat_iters some: expected a number"),
         (["--base_model", ".", "--recipe", "short", "--synthesize", "x"], "--synthesize x: expected a number above 0"),
     ],
