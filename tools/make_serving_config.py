@@ -79,7 +79,9 @@ def make_parser() -> cli.Parser:
     p.add_argument("--tp-size", type=cli.at_least_one, default=1, help="tensor parallel size (default: 1)")
     p.add_argument("--docker", action="store_true", help="wrap the server command in docker")
     p.add_argument("--image", help="docker image (default: the engine's own)")
-    p.add_argument("--port", type=int, default=8000, help="triton: HTTP port, gRPC uses the next one (default: 8000)")
+    p.add_argument(
+        "--port", type=int, default=8000, help="HTTP port; triton: gRPC and metrics use the next two (default: 8000)"
+    )
     p.add_argument("--output", metavar="PATH", help="file, or folder for triton (default: standard output)")
     add_method_flags(p)
     add_engine_flags(p)

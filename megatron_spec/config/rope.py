@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from megatron_spec.config.base import RopeConfig
-from megatron_spec.config.core import UserError
+from megatron_spec.config.core import UserError, suggest
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +20,20 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 """Required keys of rope_scaling, by supported type."""
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("attention_factor", "factor"),
+}
+"""Other keys that are read, by type."""
+_ALWAYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_WITHOUT_EFFECT = (
+    "original_max_position_embeddings",  # read by the types that require it; transformers writes it for others, too
+    "finetuned",  # of the authors of YaRN: how the weights were made
+    # Sections of a head get the positions of time, height and width, which are all the same in text.
+    "mrope_section",
+    "mrope_interleaved",
+)
+"""Keys that change nothing for text."""
 
 _POSITIVE = (
     "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
@@ -85,6 +99,7 @@ def read_rope(raw: dict[str, Any], where: str) -> RopeConfig:
         raise UserError(f"{where}: rope type {kind!r} needs {', '.join(missing)} in rope_scaling")
     if kind == "default" and "factor" in values and not {"rope_type", "type"} & values.keys():
         raise UserError(f"{where}: rope_scaling has a factor ({values['factor']}) but no rope_type: write the type")
+    _check_keys(kind, values, where)
     _check_numbers(values, where)
     found: dict[str, Any] = {name: values[name] for name in ROPE_FIELDS[kind]}
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
@@ -101,6 +116,21 @@ def read_rope(raw: dict[str, Any], where: str) -> RopeConfig:
         theta=float(values["rope_theta"]), type=kind,
         partial_rotary_factor=float(values.get("partial_rotary_factor", 1.0)), **found,
     )  # fmt: skip
+
+
+def _check_keys(kind: str, values: dict[str, Any], where: str) -> None:
+    """Raise UserError for a key that this type does not read: it may change the angles."""
+    read = {*_ALWAYS, *ROPE_FIELDS[kind], *_OPTIONAL.get(kind, ())}
+    unknown = sorted(
+        name
+        for name, value in values.items()
+        if value is not None and name not in read | {*_WITHOUT_EFFECT} and (value or name not in _AT_LEAST_ZERO)
+    )
+    if unknown:
+        raise UserError(
+            f"{where}: rope type {kind!r} has no {', '.join(unknown)}{suggest(unknown[0], read)}: a rotary embedding "
+            "with it is not supported; remove what has no effect"
+        )
 
 
 def _check_numbers(values: dict[str, Any], where: str) -> None:

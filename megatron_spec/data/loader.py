@@ -7,7 +7,6 @@ pipeline stages agree on shapes beforehand.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -155,15 +154,6 @@ class ConversationDataset:
 
     def _where(self, number: int) -> str:
         return f"{self.path} line {self.store.lines[number]}"
-
-    def identity(self) -> str:
-        """Hash of the tokens and turns of all samples."""
-        digest = hashlib.sha256(self.kept.tobytes())
-        for first, after in self.store.ranges():
-            block = self.store.block(first, after)
-            for part in (block.lengths, block.tokens, block.run_counts, block.runs):
-                digest.update(part.tobytes())
-        return digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.kept)

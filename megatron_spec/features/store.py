@@ -55,10 +55,10 @@ class StoreManifest(Config):
     """Conversations."""
     seq_length: int
     """Maximum number of tokens per sample."""
-    data_hash: str = ""
-    """Hash of the samples' tokens and turns; '' if unknown."""
     samples_per_shard: int = 16
     """Number of samples per shard."""
+    data_hash: str = ""
+    """Identity of the conversations or dumps that were read; '' if unknown."""
     convention: str = CONVENTION
     """Definition of the stored states."""
     format_version: int = FORMAT_VERSION
@@ -130,10 +130,13 @@ def missing_shards(folder: Path, manifest: StoreManifest) -> list[int]:
 
 
 def differences(found: StoreManifest, expected: dict[str, Any]) -> list[str]:
-    """'name: found X, expected Y' for every field that differs from `expected`."""
+    """'name: found X, expected Y' for every field that differs from `expected`.
+
+    An unknown `data_hash` differs from none: earlier versions wrote none.
+    """
     values = found.to_dict()
     lists = {name: tuple(value) if isinstance(value, list) else value for name, value in expected.items()}
-    unknown = {"data_hash"} if "" in (found.data_hash, expected.get("data_hash")) else set()
+    unknown = {"data_hash"} if "" in (found.data_hash, lists.get("data_hash", "")) else set()
     wrong = {name: value for name, value in lists.items() if values[name] != value and name not in unknown}
     return [f"{name}: found {values[name]!r}, expected {value!r}" for name, value in wrong.items()]
 

@@ -33,5 +33,29 @@ def test_values_that_are_no_numbers(changed: dict[str, Any], message: str) -> No
         read_rope({"rope_theta": 1e4, "rope_scaling": {**YARN, **changed}}, "config.json")
 
 
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "default", "full_attention": {"rope_theta": 1e6}}, "rope type 'default' has no full_attention:"),
+        ({**YARN, "llama_4_scaling_beta": 0.1}, "rope type 'yarn' has no llama_4_scaling_beta"),
+        ({**YARN, "beta_fst": 16}, r"has no beta_fst \(did you mean 'beta_fast'\?\)"),
+        ({"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 0.7}, "rope type 'linear' has no mscale_all_dim"),
+        ({"mrope_sections": [2, 1, 1]}, "has no mrope_sections"),
+    ],
+)
+def test_keys_that_no_code_reads_are_refused(scaling: dict[str, Any], message: str) -> None:
+    for key in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(UserError, match=f"config.json: .*{message}.*remove what has no effect"):
+            read_rope({"rope_theta": 1e4, key: scaling}, "config.json")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [{"finetuned": True}, {"mrope_section": [2, 1, 1]}, {"mrope_interleaved": True}, {"llama_4_scaling_beta": None}],
+)
+def test_keys_without_effect_on_text_are_accepted(key: dict[str, Any]) -> None:
+    assert read_rope({"rope_scaling": {**YARN, **key}}, "") == read_rope({"rope_scaling": YARN}, "")
+
+
 def test_zero_counts_as_absent_where_files_have_it() -> None:
     read_rope({"rope_scaling": {**YARN, "mscale": 0, "mscale_all_dim": 0, "beta_fast": 0}}, "config.json")

@@ -63,6 +63,10 @@ def test_tied_base_exports_no_head(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert {t.dtype for t in found.values()} == {torch.bfloat16}
     assert (json.loads((out / "config.json").read_text()).get("dtype")) == "bfloat16"
     assert "the exported base has no tokenizer" in caplog.text  # as from a Megatron checkpoint; engines need one
+    assert "the original base is in float32, this one is rounded to bfloat16" in caplog.text
+    caplog.clear()
+    export_base(tiny.base, tiny.reference, tmp_path / "same", None, tiny.world, dtype="float32")
+    assert "rounded" not in caplog.text
 
 
 def test_fp8_export(base_folder: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_folder_keeps_its_draft(start: Any, tmp_path: Path) -> None:
     assert code == 0 and len(started) == 1 and "--model and --algorithm are not read" in said
 
 
-def test_chain_validates_again_with_other_settings(start: Any) -> None:
+def test_chain_validates_again_with_other_settings(start: Any, tmp_path: Path) -> None:
     """When started again, only steps affected by new options run; other training options need another folder."""
     chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--output", "chain")
     assert len(start(*chain)[2]) == 8
@@ -118,6 +118,14 @@ def test_chain_validates_again_with_other_settings(start: Any) -> None:
     assert code == 0 and [name for name, _ in started] == ["export", "validate"] * 2
     assert {run.max_draft_len for name, run in started if name == "export"} == {5}
     code, said, started = start(*chain, "--lr", "1e-3")
+    assert code == 2 and not started and "holds a run with other options" in said
+    asked = tmp_path / "asked.jsonl"
+    for text in ("one", "two"):
+        asked.write_text(text)
+        code, _, started = start(*chain, "--heldout", str(asked))
+        assert code == 0 and [name for name, _ in started if name == "validate"] == ["validate"] * 2
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    code, said, started = start(*chain, "--heldout", str(asked))
     assert code == 2 and not started and "holds a run with other options" in said
 
 
@@ -148,6 +156,23 @@ def test_short_recipe(start: Any, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}\n" * 640)
     code, said, started = start(*chain, "third", data="train.jsonl")
     assert code == 0 and started[1][1].train.train_iters == 53, said  # 2.6 passes in steps of 32
+
+
+def test_own_prompts_beside_made_up_questions(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("{}\n" * 320)
+    chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--recipe", "short", "--output")
+    asked = str(tmp_path / "prompts.jsonl")
+    for name, more, numbers in (
+        ("both", ("--synthesize", "320"), (320, 1000000, 53)),
+        ("some", ("--synthesize", "320", "--num_prompts", "160"), (320, 160, 40)),
+        ("own", ("--temperature", "0.6"), (None, 1000000, 27)),
+    ):
+        code, said, started = start(*chain, name, "--prompts", asked, *more, data="")
+        assert code == 0, said
+        generate, _, finetune = (run for _, run in started[:3])
+        assert generate.data == asked
+        assert (generate.synthesize, generate.num_prompts, finetune.train.train_iters) == numbers
+        assert generate.decode.temperature == (0.6 if more[:1] == ("--temperature",) else 0.0)
 
 
 def test_short_recipe_on_a_tiny_base(start: Any, tmp_path: Path) -> None:
