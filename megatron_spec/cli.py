@@ -90,7 +90,9 @@ class Parser(argparse.ArgumentParser):
             problems.append(f"the following arguments are required: {names}")
         if self.run_class is not None:
             found.base_shapes = shapes
-            found.run = _build(self.run_class, found, "", problems, complete=not missing)
+            flags = self._option_string_actions
+            given = {flags[name].dest for name in (word.partition("=")[0] for word in words) if name in flags}
+            found.run = _build(self.run_class, found, "", given, problems, complete=not missing)
         if problems:
             self.error(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems:", *problems]))
         return found
@@ -212,19 +214,20 @@ def _bounded(kind: Callable[[str], Any], least: float, text: str) -> Any:
 
 
 def _build(
-    cls: type[Config], found: argparse.Namespace, path: str, problems: list[str], complete: bool = True
-) -> Config | None:
+    cls: type[Config], found: argparse.Namespace, path: str, given: set[str], problems: list[str],
+    complete: bool = True,
+) -> Config | None:  # fmt: skip
     """The configuration from parsed flags; its errors are appended to `problems`."""
     hints, values = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         hint, dest = hints[field.name], path + field.name
         if isinstance(hint, type) and issubclass(hint, Config):
-            values[field.name] = _build(hint, found, f"{dest}.", problems)
+            values[field.name] = _build(hint, found, f"{dest}.", given, problems)
             complete = complete and values[field.name] is not None
         elif hasattr(found, dest):
             values[field.name] = getattr(found, dest)
     try:
-        return cls(**values) if complete else None
+        return cls.from_flags(values, (name for name in values if path + name in given)) if complete else None
     except UserError as e:
         problems.append(str(e))
         return None

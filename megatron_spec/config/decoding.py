@@ -123,10 +123,5 @@ class DecodeConfig(Config):
         )
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], found {self.top_p}")
         hot = self.temperature > 0
-        for name, default in (
-            ("top_k", 0),
-            ("top_p", 1.0),
-            ("use_rejection_sampling", False),
-            ("typical_acceptance", False),
-        ):
-            require(hot or getattr(self, name) == default, f"{name} needs a temperature above 0, found 0")
+        for name in ("top_k", "top_p", "use_rejection_sampling", "typical_acceptance"):
+            require(hot or not self.sets(name), f"{name} needs a temperature above 0, found 0")

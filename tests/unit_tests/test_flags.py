@@ -288,6 +288,8 @@ def test_settings_without_effect_are_refused() -> None:
         (lambda: runs.ConvertRun("b", "s", draft="d", seed=1), "--seed does nothing with --draft"),
         (lambda: runs.ConvertRun("b", "s", eagle_algorithm="eagle-mtp", mtp_from_base=True, seed=1), "--mtp-from-base"),
         (lambda: runs.GenerateRun(None, "o", base="b", synthesize=2, num_prompts=2), "--num-prompts is for --data"),
+        (lambda: runs.GenerateRun("d", "o", base="b", decode=DecodeConfig(seed=3)), "--seed is that of sampling"),
+        (lambda: runs.ValidateRun("d", base="b", decode=DecodeConfig(seed=3)), "--seed is that of sampling"),
         (lambda: presets.objective_for(
             presets.eagle_config(BASE, "p-eagle", {"sliding_window": 6, "mask_token_id": 3}),
             ObjectiveConfig(ttt_steps=7),
@@ -315,6 +317,42 @@ def test_settings_without_effect_are_refused() -> None:
     for make, message in cases:
         with pytest.raises(UserError, match=message):
             make()
+
+
+def test_defaults_given_without_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag counts as given whatever its value is."""
+    default, objective = finetune("--micro-batch-size", "1")[0].objective, finetune("--ttt-steps", "7")[0].objective
+    assert objective == default and objective.sets("ttt_steps") and not default.sets("ttt_steps")
+    assert objective.replace(temperature=2.0).sets("ttt_steps") and not objective.sets("temperature")
+    blocks = presets.block_config(BASE, "dflash", {"mask_token_id": 3, "block_size": 5})
+    heads = presets.medusa_config(BASE)
+    for words, config, message in (
+        (["--ttt-steps", "7"], heads, "--ttt-steps 7, but the draft has 4 Medusa heads"),
+        (["--ttt_steps=7"], blocks, "--ttt-steps 7, but a block of"),
+        (["--in-vocab-only"], blocks, "--in-vocab-only: no effect on dflash"),
+        (["--anchors", "512"], heads, "--anchors: only for block drafts"),
+        (["--feature-noise", "0.1"], heads, "--feature-noise belongs to eagle1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            presets.objective_for(config, finetune(*words)[0].objective)
+        assert presets.objective_for(config, finetune()[0].objective)
+    assert presets.objective_for(heads, finetune("--ttt-steps", "4")[0].objective).ttt_steps == 4
+    decode = ("--data", "d", "--output", "o", "--base", "b")
+    said_of = lambda *words: said(runs.GenerateRun, capsys, *decode, *words)  # noqa: E731
+    assert "top_p needs a temperature above 0" in said_of("--top-p", "1")
+    assert "--seed is that of sampling" in said_of("--seed", "0")
+    run = cli.Parser("x", runs.GenerateRun).parse_args([*decode, "--max-draft-len", "3", "--relaxed-topk", "1"]).run
+    with pytest.raises(UserError, match="--max-draft-len needs a draft"):
+        check_undrafted(run.decode)
+    with pytest.raises(UserError, match="--relaxed-topk does nothing"):
+        check_options(run.decode, "Eagle3")
+    for words in (
+        ["--temperature", "1", "--seed", "0"],
+        ["--decoding-type", "User", "--drafter", "m:C", "--seed", "0"],
+    ):
+        assert cli.Parser("x", runs.GenerateRun).parse_args([*decode, *words]).run
+    made_up = ["--output", "o", "--base", "b", "--synthesize", "2", "--seed", "0"]
+    assert cli.Parser("x", runs.GenerateRun).parse_args(made_up).run
 
 
 def test_the_loss_that_is_asked_for_is_taken() -> None:

@@ -43,11 +43,11 @@ class EvalRequest(Config):
         if self.interval:
             return
         for name in ("num_prompts", "max_draft_len", "max_new_tokens"):
-            field = self.__dataclass_fields__[name]
-            if getattr(self, name) != field.default:
+            if self.sets(name):
+                flag = flag_name(self.__dataclass_fields__[name])
                 raise UserError(
-                    f"--{flag_name(field)} does nothing without --eval-data and --eval-acceptance-interval: give them, "
-                    "or leave it out"
+                    f"--{flag} does nothing without --eval-data and --eval-acceptance-interval: give them, or leave it "
+                    "out"
                 )
 
 
