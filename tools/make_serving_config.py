@@ -63,7 +63,9 @@ def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
     p.add_argument("export_dir", metavar="EXPORT_DIR", nargs="?", help="exported draft")
-    p.add_argument("--engine", required=True, choices=["trtllm", "vllm", "sglang", "triton"])
+    p.add_argument(
+        "--engine", required=True, choices=["trtllm", "vllm", "sglang", "triton"], help="triton: with its vLLM backend"
+    )
     p.add_argument(
         "--method", choices=METHODS, default="exported", help="speculation method (default: the exported draft)"
     )
@@ -74,12 +76,18 @@ def make_parser() -> cli.Parser:
         help="draft_target and pard: the smaller model; triton: a third model, with it as draft",
     )
     p.add_argument(
-        "--max-draft-len", type=int, help="draft tokens per step (default: 3; for a block draft, its whole block)"
-    )
+        "--max-draft-len", type=int, metavar="N",
+        help="draft tokens per step (default: 3; block drafts: the whole block; speculators: as config.json says)",
+    )  # fmt: skip
     p.add_argument("--tp-size", type=cli.at_least_one, default=1, help="tensor parallel size (default: 1)")
     p.add_argument("--docker", action="store_true", help="wrap the server command in docker")
     p.add_argument("--image", help="docker image (default: the engine's own)")
-    p.add_argument("--port", type=int, default=8000, help="triton: HTTP port, gRPC uses the next one (default: 8000)")
+    p.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        help="of the server; triton: HTTP, with gRPC and metrics on the next two (default: 8000)",
+    )
     p.add_argument("--output", metavar="PATH", help="file, or folder for triton (default: standard output)")
     add_method_flags(p)
     add_engine_flags(p)
@@ -162,7 +170,7 @@ def plan_of(args: argparse.Namespace) -> Speculation:
     names = {f.name for f in dataclasses.fields(Speculation)} - {"method", "max_draft_len", "model"}
     options = {name: value for name, value in vars(args).items() if name in names and value is not None}
     if args.method == "exported":
-        return exported(args.export_dir, args.max_draft_len, **options)
+        return exported(args.export_dir, args.max_draft_len, base=target_folder(args), **options)
     model = local(args.draft_model) if args.draft_model and args.method in ("draft_target", "pard") else None
     if args.relaxed_topk is not None:
         options["relaxed"] = (args.relaxed_topk, args.relaxed_delta)
@@ -170,15 +178,21 @@ def plan_of(args: argparse.Namespace) -> Speculation:
     return Speculation(args.method, 3 if length is None else length, model, **options)
 
 
+def target_folder(args: argparse.Namespace) -> Path | None:
+    """The target's folder, if it is on this machine."""
+    folder = Path(args.base) if args.base else Path(args.export_dir) / "base"
+    return folder.resolve() if (folder / "config.json").is_file() else None
+
+
 def target(args: argparse.Namespace) -> str:
     """The target's path. Raises UserError if it is neither given nor exported."""
     if args.base:
         return local(args.base)
     if args.export_dir:
-        found = Path(args.export_dir) / "base"
-        if (found / "config.json").is_file():
-            return str(found.resolve())
-        raise UserError(f"--engine {args.engine} needs the target: give --base (there is no {found})")
+        if found := target_folder(args):
+            return str(found)
+        missing = Path(args.export_dir) / "base"
+        raise UserError(f"--engine {args.engine} needs the target: give --base (there is no {missing})")
     raise UserError(f"--engine {args.engine} needs the target: give --base")
 
 
