@@ -77,7 +77,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse; reports all unknown and missing flags, invalid values and conflicts together, and exits."""
         words, problems, shapes = self._sort_out(sys.argv[1:] if args is None else list(args))
-        required = [a for a in self._actions if a.required and a.option_strings]
+        helped = any(word in ("-h", "--help") for word in words)  # then all flags are shown as they are
+        required = [a for a in self._actions if a.required and a.option_strings and not helped]
         for action in required:
             action.required = False
         found, unknown = self.parse_known_args(words, namespace)
@@ -85,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         for action in required:
             action.required = True
         problems += [f"unexpected argument {word!r}" for word in unknown]
-        if missing and not (problems and all(word in ("-h", "--help") for word in words)):
+        if missing and not (problems and not words):
             names = ", ".join(a.option_strings[0] for a in missing)
             problems.append(f"the following arguments are required: {names}")
         if self.run_class is not None:
@@ -188,7 +189,7 @@ class Parser(argparse.ArgumentParser):
             options["action"] = Once
         optional = type(None) in typing.get_args(hint)
         default = None if field.default is dataclasses.MISSING else field.default
-        if default is not None and "default:" not in text:
+        if default not in (None, "") and "default:" not in text.lower():
             text += f" (default: {str(default).replace('%', '%%')})"
         required = field.default is dataclasses.MISSING and not optional
         flags = ["--" + flag_name(field), *_ALIASES.get(field.name, [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import importlib.util
@@ -430,10 +431,41 @@ def test_help_imports_no_torch_and_few_modules() -> None:
     assert done.stdout.splitlines()[-1] == "[] True", done.stdout[-300:] + done.stderr[-2000:]
 
 
+def load(path: Path) -> Any:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_every_script_is_made_from_its_run() -> None:
-    for path in SCRIPTS:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module: Any = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        assert module.parser().run_class in RUNS
+    assert all(load(path).parser().run_class in RUNS for path in SCRIPTS)
+
+
+def parsers() -> list[argparse.ArgumentParser]:
+    """Those of all scripts and of the tools that users run."""
+    found: list[argparse.ArgumentParser] = [load(path).parser() for path in SCRIPTS]
+    tools = [path for path in sorted((ROOT / "tools").glob("*.py")) if "def make_parser(" in path.read_text()]
+    return found + [load(path).make_parser() for path in tools]
+
+
+def test_help_describes_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has to be given is shown without brackets, also beside flags that are wrong."""
+    monkeypatch.setenv("COLUMNS", "200")
+    found = parsers()
+    assert len(found) > 15
+    for parser in found:
+        with pytest.raises(SystemExit) as left:
+            parser.parse_args(["--help"])
+        text = capsys.readouterr().out
+        assert left.value.code == 0 and "(default: )" not in text
+        for action in parser._actions:
+            assert action.help, (parser.prog, action.dest)
+            if action.option_strings and action.required:
+                assert f"[{action.option_strings[0]} " not in text, (parser.prog, action.dest)
+                assert f" {action.option_strings[0]} " in text.partition("\n\n")[0], (parser.prog, action.dest)
+    with pytest.raises(SystemExit):
+        found[0].parse_args([])
+    assert "the following arguments are required: --load, --save" in capsys.readouterr().err

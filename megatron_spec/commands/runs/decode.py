@@ -61,7 +61,7 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     """generate.py: generate a base's answers to prompts, with or without a draft."""
 
     data: str | None = option(metavar="JSONL")
-    """Prompts."""
+    """Prompts; or give --synthesize."""
     output: str = option(metavar="JSONL")
     """Conversations with answers."""
     load: str | None = option(None, "DIR")

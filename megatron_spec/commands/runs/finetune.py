@@ -58,9 +58,10 @@ class FinetuneRun(Parallel, ChatText, MovedBase, DraftModules, ModelRun):
     load: str = option(metavar="DIR")
     """Draft checkpoint to start from."""
     save: str = option("", "DIR")
-    """Folder of this run: checkpoints and metrics.jsonl. If it already holds the run, the run resumes."""
+    """Folder of this run: checkpoints and metrics.jsonl. If it already holds the run, the run resumes. Not needed with
+    --dry-run."""
     data: str | None = option(None, "JSONL")
-    """Conversations, one JSON object per line."""
+    """Conversations, one JSON object per line; or give --offline-data."""
     train: TrainConfig = group(TrainConfig)
     """Training loop."""
     objective: ObjectiveConfig = group(ObjectiveConfig)
