@@ -149,7 +149,7 @@ def _of_kind(kind: str, engine: Engine | None) -> Iterator[Finding]:
     lost = tuple(e for e in ALL if e not in loaded_by and engine in (None, e))
     if lost:
         yield Finding(
-            "kind", f"this is a {kind} folder, which {', '.join(lost)} does not load", instead, lost, engine is None
+            "kind", f"this is a {kind} folder, not loaded by {', '.join(lost)}", instead, lost, engine is None
         )
 
 

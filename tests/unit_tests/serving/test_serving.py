@@ -499,7 +499,8 @@ def test_docker_of_trtllm_mounts_the_file_it_writes(
 def test_triton_loads_the_drafted_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft(tmp_path / "draft")
     base = str(base_folder(tmp_path / "base"))
-    flags = [str(tmp_path / "draft"), "--engine", "triton", "--draft-model", "/s", "--base", base]
+    (tmp_path / "s").mkdir()
+    flags = [str(tmp_path / "draft"), "--engine", "triton", "--draft-model", str(tmp_path / "s"), "--base", base]
     out = str(tmp_path / "repo")
     words = shlex.split(run(capsys, *flags, "--docker", "--output", out))
     assert f"type=bind,source={out},target={out},readonly" in words
@@ -541,11 +542,26 @@ def test_triton_loads_the_drafted_model(tmp_path: Path, capsys: pytest.CaptureFi
         (["--method", "ngram", "--engine", "trtllm", "--sa-threshold", "3"], "goes with EAGLE-3"),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--load-all"], "--load-all needs"),
         (["--method", "ngram", "--engine", "sglang"], "give --base"),
+        (["--method", "ngram", "--engine", "vllm", "--docker", "--base", "/no"], "/no: no such folder, so --docker"),
+        (
+            ["--method", "ngram", "--engine", "triton", "--base", "b", "--output", "o", "--name", "base_model"],
+            "--name base_model is that of a model to compare with",
+        ),
     ],
 )
 def test_flags_without_effect_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_serving_config.main(make_serving_config.make_parser().parse_args(arguments))
+
+
+def test_commands_that_cannot_start(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    flags = ["--method", "ngram", "--engine", "vllm", "--base", "/no/such/folder"]
+    assert "/no/such/folder" in run(capsys, *flags)  # of the machine with the server
+    assert "no folder /no/such/folder on this machine" in caplog.text
+    for wrong in ("0", "65534", "x"):
+        with pytest.raises(SystemExit):
+            run(capsys, *flags, "--port", wrong)
+        assert "--port" in capsys.readouterr().err
 
 
 def test_mismatched_target_is_refused(
