@@ -4,7 +4,7 @@
     python tools/server_generate.py --url http://localhost:8000/v1 --data-path prompts.jsonl --output-path train.jsonl
 
 Reads conversations (whose answers are replaced, turn by turn) and prompt files of prepare_conversations.py. Every
-finished conversation is written at once; a second run with the same --output-path resumes. Conversations with a
+finished conversation is written at once; a later run with the same --output-path resumes. Conversations with a
 truncated answer, or refused by the server, go to OUTPUT.rejected. The API key, if any, is read from OPENAI_API_KEY. In
 a job array, --shard 3/16 selects a part and writes a file of its own (slurm/server_generate.sbatch).
 """

@@ -4,7 +4,7 @@
     python generate.py --base BASE --synthesize 10000 --output train.jsonl              # questions by the base, too
     python generate.py --load DIR --data prompts.jsonl --output answers.jsonl           # with a draft: the same text
 
-Every finished conversation is written at once; a second run with the same --output resumes.
+Every finished conversation is written at once; a later run with the same --output resumes.
 """
 
 import argparse
