@@ -94,7 +94,7 @@ def make_parser() -> cli.Parser:
         "--port",
         type=port,
         default=8000,
-        help="of the server; triton: HTTP, with gRPC and metrics on the next two (default: 8000)",
+        help="HTTP port; triton: gRPC and metrics use the next two (default: 8000)",
     )
     p.add_argument("--output", metavar="PATH", help="file, or folder for triton (default: standard output)")
     add_method_flags(p)

@@ -154,18 +154,20 @@ launch() { # script arguments...
   fi
 }
 
-# The folder records its options: others would mix two runs.
+content() { local file; for file in "$@"; do [ -z "$file" ] || cksum < "$file"; done | tr '\n' ' '; } # files...
+
+# The folder records its options and the content of its files: others would mix two runs.
 mkdir -p "$output/.stages"
 options="algorithm=$algorithm eagle_config=$eagle_config base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
 train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \
-max_new_tokens=$max_new_tokens synthesize=$synthesize recipe=$recipe"
+max_new_tokens=$max_new_tokens synthesize=$synthesize recipe=$recipe files=$(content "$eagle_config" "$data" "$prompts")"
 if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "$options" ]; then
   printf 'recorded: %s\ngiven:    %s\n' "$(cat "$output/.stages/options")" "$options" >&2
   fail "$output holds a run with other options: choose another --output, or remove it"
 fi
 printf '%s\n' "$options" > "$output/.stages/options"
 # Other measurement options: validate again.
-measured="heldout=$heldout eval_prompts=$eval_prompts eval_tokens=$eval_tokens draft_len=$draft_len sa_threshold=$sa_threshold"
+measured="heldout=$heldout ($(content "$heldout")) eval_prompts=$eval_prompts eval_tokens=$eval_tokens draft_len=$draft_len sa_threshold=$sa_threshold"
 if [ -f "$output/.stages/measured" ] && [ "$(cat "$output/.stages/measured")" != "$measured" ]; then
   rm -rf "$output"/.stages/validate_* "$output"/validate_*
   # An export names the draft length that it is served with.

@@ -104,6 +104,7 @@ def _measure(
         "base": models.fingerprint,
         "decoding_type": inputs.kind, "dtype": str(models.base.dtype).removeprefix("torch."), "device": _device(world),
         "fake_quantised_base": models.fake_quantised, "prompts": Path(run.data).name,
+        "tokenizer": template_hash(inputs.source),
     }  # fmt: skip
     about |= _implementation(run)
     if run.chat_template_kwargs:

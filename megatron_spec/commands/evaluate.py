@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_spec.build import Loaded, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.commands.data import check_file
+from megatron_spec.commands.features import template_hash
 from megatron_spec.commands.runs import EvalRequest
 from megatron_spec.config import DecodeConfig, DraftConfig, ObjectiveConfig, ParallelConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
@@ -28,7 +29,7 @@ from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stat
 from megatron_spec.generation.prompts import Dialogue, read_prompts
 from megatron_spec.planning import layouts
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import append_text, read_json, write_json
+from megatron_spec.runtime.files import append_text, read_json, sha256_of, write_json
 from megatron_spec.training.metrics import truncate_log
 
 log = logging.getLogger(__name__)
@@ -76,8 +77,28 @@ class AcceptanceEvaluator:
         self.log_file = self.save / LOG
         if world.rank == 0:
             truncate_log(self.log_file, resumed_at)
-        record = self.save / BEST / "acceptance.json"
-        self.best = float(read_json(record)["acceptance_length"]) if resumed_at and record.is_file() else 0.0
+        self.measured = {
+            "eval_data": sha256_of(str(request.data)), "tokenizer": template_hash(folder, template_kwargs),
+            "eval_prompts": request.num_prompts, "eval_draft_len": request.max_draft_len,
+            "eval_tokens": request.max_new_tokens,
+        }  # fmt: skip
+        self.best = self._known_best() if resumed_at else 0.0
+
+    def _known_best(self) -> float:
+        """Acceptance length of the best draft of this run so far; 0 without one, or if it was measured differently."""
+        path = self.save / BEST / "acceptance.json"
+        if not path.is_file():
+            return 0.0
+        record = read_json(path)
+        before = {**self.measured, **record.get("measured", {})}
+        changed = [f"{k} {before[k]} -> {v}" for k, v in self.measured.items() if before[k] != v]
+        if not changed:
+            return float(record["acceptance_length"])
+        log.warning(
+            "%s: the best draft so far was measured otherwise (%s): the next measurement replaces it", path.parent,
+            ", ".join(changed),
+        )  # fmt: skip
+        return 0.0
 
     def __call__(self, iteration: int, last: bool, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Measure if it is due, or at the end of training; stops at once, without a result, if interrupted."""
@@ -107,6 +128,7 @@ class AcceptanceEvaluator:
         record: dict[str, Any] = {
             "iteration": iteration, "acceptance_length": length, "ci95": stats.acceptance_length_ci95,
             "acceptance_per_position": stats.acceptance_per_position, "prompts": stats.prompts,
+            "measured": self.measured,
         }  # fmt: skip
         low, high = stats.acceptance_length_ci95 or (0.0, 0.0)
         better = length > self.best

@@ -20,7 +20,7 @@ from megatron_spec.checkpoint.spec import identity, read_spec, resolve
 from megatron_spec.commands.data import check_base_shapes, check_seq_length, open_dataset, tokenizer_folder
 from megatron_spec.commands.runs import ExtractRun, settings_of, takes
 from megatron_spec.config import UserError
-from megatron_spec.data.loader import Dataset, lengths_of
+from megatron_spec.data.loader import ConversationDataset, Dataset, lengths_of
 from megatron_spec.features.offline import OfflineFeatures, extract
 from megatron_spec.features.store import FeatureStore, StoreManifest, missing_shards
 from megatron_spec.planning import layouts
@@ -50,7 +50,7 @@ def template_hash(tokenizer_folder: str, template_kwargs: Mapping[str, Any] | No
     return digest.hexdigest()[:16]
 
 
-def manifest_of(loaded: Loaded, dataset: Dataset, template: str, dtype: str | None = None) -> StoreManifest:
+def manifest_of(loaded: Loaded, dataset: ConversationDataset, template: str, dtype: str | None = None) -> StoreManifest:
     """Manifest of a store of `dataset`'s features.
 
     Args:
@@ -64,6 +64,7 @@ def manifest_of(loaded: Loaded, dataset: Dataset, template: str, dtype: str | No
         template_hash=template,
         num_samples=len(dataset),
         seq_length=dataset.seq_length,
+        data_hash=dataset.store.meta["data"],
     )
 
 
@@ -90,7 +91,7 @@ def check_room(folder: str | Path, need: int, samples: int) -> None:
 
 
 def cached_features(
-    folder: str, loaded: Loaded, dataset: Dataset, template: str, world: World, micro_batch_size: int
+    folder: str, loaded: Loaded, dataset: ConversationDataset, template: str, world: World, micro_batch_size: int
 ) -> OfflineFeatures:
     """Features of `dataset` from `folder`; missing ones are computed. Collective.
 

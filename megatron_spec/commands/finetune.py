@@ -22,7 +22,7 @@ from megatron_spec.commands.features import cached_features, stored_features, te
 from megatron_spec.commands.finetune_inputs import Resolved, continued, fast_paths, resolve
 from megatron_spec.commands.runs import FinetuneRun, settings_of, takes
 from megatron_spec.config import BaseConfig, TrainConfig, UserError
-from megatron_spec.data.loader import BatchLoader, Dataset
+from megatron_spec.data.loader import BatchLoader, ConversationDataset, Dataset
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.runtime import distributed
@@ -85,8 +85,10 @@ def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world:
         if run.base_fp8:
             run_in_fp8(loaded.base)
         return OnlineFeatures(loaded.base)
+    dataset = loader.dataset
+    assert isinstance(dataset, ConversationDataset), "stored features have no cache"
     template = template_hash(tokenizer_folder(loaded.spec, run.base, run.tokenizer), run.chat_template_kwargs)
-    return cached_features(run.feature_cache, loaded, loader.dataset, template, world, run.train.micro_batch_size)
+    return cached_features(run.feature_cache, loaded, dataset, template, world, run.train.micro_batch_size)
 
 
 def describe_layout(world: World, base: BaseConfig) -> str:

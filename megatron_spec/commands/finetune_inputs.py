@@ -20,7 +20,9 @@ from megatron_spec.commands.data import (
     check_base_shapes,
     check_file,
     check_seq_length,
+    tokenizer_folder,
 )
+from megatron_spec.commands.features import template_hash
 from megatron_spec.commands.runs import FinetuneRun
 from megatron_spec.config import ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
 from megatron_spec.data.tokenise import content_hash
@@ -108,7 +110,7 @@ def resolve(run: FinetuneRun) -> Resolved:
     saved = sharded.read_extra(folder) if resumed else {}
     objective = presets.objective_for(spec.draft, _with_saved_weights(run, spec, saved) if resumed else run.objective)
     start = saved.get("start") or identity(resolve_folder(run.load))
-    resolved = Resolved(run, folder, resumed, spec, objective, length, data_order(run, length), start, saved)
+    resolved = Resolved(run, folder, resumed, spec, objective, length, data_order(run, spec, length), start, saved)
     if resumed:
         check_same_run(resolved)
         if run.train_epochs is None:  # else when the data are counted
@@ -185,9 +187,9 @@ def row_length(run: FinetuneRun) -> int:
     return stored
 
 
-def data_order(run: FinetuneRun, seq_length: int) -> dict[str, Any]:
+def data_order(run: FinetuneRun, spec: CheckpointSpec, seq_length: int) -> dict[str, Any]:
     """Settings that determine the samples of a step, by flag; a run cannot resume with other values."""
-    return {
+    found = {
         "--data": content_hash(content_file(run), run.data_cache_path),
         "--seq-length": seq_length,
         "--global-batch-size": run.train.global_batch_size,
@@ -196,6 +198,9 @@ def data_order(run: FinetuneRun, seq_length: int) -> dict[str, Any]:
         "--chat-template-kwargs": run.chat_template_kwargs or {},
         "--teacher": run.teacher,
     }
+    if run.data is not None:  # stored features hold their tokens
+        found["--tokenizer"] = template_hash(tokenizer_folder(spec, run.base, run.tokenizer))
+    return found
 
 
 def check_same_run(resolved: Resolved) -> None:
@@ -204,7 +209,7 @@ def check_same_run(resolved: Resolved) -> None:
     for flag, value in resolved.order.items():
         before = saved.get("data_order", {}).get(flag, {} if flag == "--chat-template-kwargs" else value)
         if before != value:
-            what = "holds other content (SHA-256)" if flag == "--data" else "is"
+            what = "holds other content (SHA-256)" if flag in ("--data", "--tokenizer") else "is"
             raise UserError(
                 f"{flag} {what} {value}, but the run in --save {run.save} was made with {before}: continue it with the "
                 "same, or give another --save folder"

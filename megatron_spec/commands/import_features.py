@@ -5,6 +5,8 @@ n tokens of a sample, H hidden, C = captures * H.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from megatron_spec.drafts.teacher import base_argmax
 from megatron_spec.features.dumps import Dump, dump_files, read_dump
 from megatron_spec.features.store import FeatureWriter, SampleFeatures, StoreManifest, missing_shards
 from megatron_spec.runtime import distributed
+from megatron_spec.runtime.files import sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +90,13 @@ class _Importer:
         log.info("%s: the base reproduces the features", path)
 
 
+def _identity(files: list[Path], run: ImportRun) -> str:
+    """Identity of the dumps (names, sizes, content of the first) and of how they are read."""
+    names = [[str(path.relative_to(run.dumps)), path.stat().st_size] for path in files]
+    about = json.dumps([names, sha256_of(files[0]), run.final_norm])
+    return hashlib.sha256(about.encode()).hexdigest()
+
+
 def distance(found_NX: Tensor, expected_NX: Tensor) -> float:
     """Median over rows of |found - expected| / |expected|."""
     expected = expected_NX.float().cpu()
@@ -128,6 +138,7 @@ def import_features(run: ImportRun) -> Path:
         template_hash="",
         num_samples=len(files),
         seq_length=run.seq_length,
+        data_hash=_identity(files, run),
     )
     importer = _Importer(loaded, files, run.final_norm, run.seq_length)
     for path in files[: run.check]:

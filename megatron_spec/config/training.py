@@ -238,6 +238,11 @@ class TrainConfig(Config):
             require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), found {getattr(self, name)}")
         for name in ("min_lr", "lr_decay_iters") if self.lr_decay_style == "constant" else ():
             require(not getattr(self, name), f"{name} does nothing with lr_decay_style 'constant': leave it out")
+        require(
+            self.lr_decay_iters is None or self.lr_warmup_iters < self.lr_decay_iters,
+            f"lr_warmup_iters {self.lr_warmup_iters} must be below lr_decay_iters {self.lr_decay_iters}: the decay "
+            "follows the warm-up",
+        )
         require(self.min_lr <= self.lr, f"min_lr {self.min_lr} must not be greater than lr {self.lr}")
 
 

@@ -240,7 +240,7 @@ class ChatEncoder:
             begins.append(_shared(before, text))
             otherwise += i > 0 and begins[-1] < len(before.rstrip())
         for i, begin, bound in zip(turns, begins, [*begins[1:], len(text)], strict=True):
-            begin, end = _span(self, messages, i, text, (begin, bound), ends)
+            begin, end = _span(self, conversation, i, text, (begin, bound), ends)
             end = _end_without_token(self.template, conversation, i, text) if end is None else end
             if not begin < end <= bound:
                 raise UserError(
@@ -252,11 +252,11 @@ class ChatEncoder:
 
 
 def _span(
-    encoder: ChatEncoder, messages: list[dict[str, Any]], i: int, text: str, within: tuple[int, int],
+    encoder: ChatEncoder, conversation: Conversation, i: int, text: str, within: tuple[int, int],
     ends: list[tuple[int, int]],
 ) -> tuple[int, int | None]:  # fmt: skip
     """(first character of assistant message i, end of its closing special token or None)."""
-    begin, bound = within
+    messages, (begin, bound) = conversation.messages, within
     # Tool calls follow the content of their turn, with special tokens of their own.
     content = "" if messages[i].get("tool_calls") else messages[i]["content"].strip()
     # The reasoning of the last turn may contain the text of its answer.
@@ -269,9 +269,15 @@ def _span(
     # A template that ignores add_generation_prompt leaves the header here: it is not the assistant's text.
     if not encoder.template.opens_answers and first < len(ends) and ends[first][0] <= at:
         begin = at
-    after_content = bisect_right(ends, at + len(content), key=lambda e: e[0])
-    found = ends[after_content][0] if after_content < len(ends) else None
-    return begin, found if found is not None and found <= bound else None
+    said = at + len(content)
+    after_content = bisect_right(ends, said, key=lambda e: e[0])
+    found, token = ends[after_content] if after_content < len(ends) else (bound + 1, 0)
+    if found > bound:
+        return begin, None
+    if text[said:found].strip() != encoder.tokenizer.convert_ids_to_tokens(token):  # of the next user's text?
+        alone = _end_without_token(encoder.template, conversation, i, text)
+        found = alone if said < alone < found else found
+    return begin, found
 
 
 def _end_without_token(template: ChatTemplate, conversation: Conversation, i: int, text: str) -> int:

@@ -8,7 +8,14 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_spec.data.conversations import OF_ANSWERS, ROLES, BadConversation, Conversation, parse_conversation
+from megatron_spec.data.conversations import (
+    OF_ANSWERS,
+    ROLES,
+    BadConversation,
+    Conversation,
+    check_answers,
+    parse_conversation,
+)
 
 _KEYS = ("messages", "conversations", "conversation")
 _PAIRS = {
@@ -71,6 +78,8 @@ def clean(record: Any, options: CleanOptions) -> Cleaned:
     result = Cleaned()
     try:
         conversation = parse_conversation(_conversation(record, result.repairs), "")
+        if not options.make_prompts:
+            check_answers(conversation)
     except BadConversation as error:
         result.reason = error.reason
         return result

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError, suggest
+from megatron_spec.data.lines import load_line, numbered_lines
 
 ROLES = {
     "system": "system",
@@ -36,8 +37,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 OF_ANSWERS = ("answer_ids", "rejected")
 """Keys of a line that belong to its answers, and to no others."""
 
-LONGEST_LINE = 2**26
-"""Most bytes of a line, which bounds the text tokenised at once: a line is one conversation, not a corpus."""
+UNTRAINED = ("weight", "train", "loss")
+"""Keys by which other tools leave a message out of training."""
 
 RESERVED_KWARGS = frozenset(
     {
@@ -310,74 +311,27 @@ def read_extras(record: dict[str, Any], where: str) -> tuple[list[Any] | None, d
     return tools or None, kwargs
 
 
-def refuse_other_formats(path: Path | str) -> None:
-    """Raise UserError if a file is in a format for tools/prepare_conversations.py: JSON array, gzip, parquet."""
-    with Path(path).open("rb") as file:
-        start = file.read(4096)
-    kind = ""
-    if start.startswith(b"\x1f\x8b"):
-        kind = "compressed with gzip"
-    elif start.startswith(b"PAR1"):
-        kind = "a parquet file"
-    elif start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[1:].lstrip()[:1]
-        kind = "a JSON array" if first in (b"{", b"]", b"") else ""
-    if kind:
-        raise UserError(
-            f"{path} is {kind}, expected one JSON object per line: python tools/prepare_conversations.py {path} "
-            "--output PREPARED.jsonl converts it"
-        )
-
-
-def numbered_lines(path: Path | str, what: str = "conversation", gaps: bool = False) -> Iterator[tuple[int, bytes]]:
-    """(line number, line) of a JSON lines file; empty lines at its end are skipped.
-
-    Args:
-        what: name of a line's content, for messages.
-        gaps: also skip empty lines inside the file.
-
-    Raises UserError for a missing file, one that prepare_conversations.py must convert first, an empty line inside it,
-    a line of more than `LONGEST_LINE` bytes, and a file without any line.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path} does not exist or is not a file: expected {what}s in JSON lines")
-    refuse_other_formats(path)
-    blank = found = number = 0
-    with path.open("rb") as file:
-        while raw := file.readline(LONGEST_LINE + 1):
-            number += 1
-            if len(raw) > LONGEST_LINE:
-                raise UserError(
-                    f"{path} line {number}: longer than {LONGEST_LINE // 2**20} MiB, expected one {what} per line"
-                )
-            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            if not line.strip():
-                blank = blank or number
-                continue
-            if blank and not gaps:
-                raise UserError(f"{path} line {blank}: empty line inside the file: remove it")
-            found += 1
-            yield number, line
-    if not found:
-        raise UserError(f"{path} holds no {what}")
-
-
-def load_line(raw: bytes, where: str) -> Any:
-    """The JSON value of one line. Raises UserError with `where`."""
-    try:
-        return json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 ({error.reason}): convert the file to UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: malformed JSON ({error}): expected one JSON object per line") from None
+def check_answers(conversation: Conversation) -> None:
+    """Raise BadConversation for an answer that is marked not to be trained on: here all are."""
+    for i, message in enumerate(conversation.messages):
+        marked = [key for key in UNTRAINED if message.get(key) in (0, False) and message["role"] == "assistant"]
+        if marked:
+            problem = f"an answer with {marked[0]} 0 or false"
+            raise BadConversation(
+                f"{conversation.where}, message {i}: found {problem}, but every answer is trained on: end the "
+                "conversation before it, or remove the key",
+                problem,
+            )
 
 
 def parse_line(raw: bytes, where: str, require_assistant: bool = True) -> Conversation:
     """The conversation of one line. Raises UserError with `where`, also when there is no assistant turn."""
     conversation = parse_conversation(load_line(raw, where), where)
-    if require_assistant and not any(m["role"] == "assistant" for m in conversation.messages):
+    if not require_assistant:
+        return conversation
+    if not any(m["role"] == "assistant" for m in conversation.messages):
         raise UserError(f"{where}: no assistant turn, so nothing to learn from: answer the prompts first")
+    check_answers(conversation)
     return conversation
 
 

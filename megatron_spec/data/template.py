@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_spec.config import UserError
+from megatron_spec.config import UserError, suggest
 from megatron_spec.data.conversations import REASONING, Conversation, read_kwargs
 
 Messages = list[dict[str, Any]]
@@ -25,7 +25,7 @@ class ChatTemplate:
     Args:
         kwargs: arguments of the template (enable_thinking, ...) for all conversations; a conversation's own override.
 
-    Raises UserError when the tokenizer has no chat template.
+    Raises UserError when the tokenizer has no chat template, or it does not read one of `kwargs`.
     """
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -33,6 +33,12 @@ class ChatTemplate:
             raise UserError("the tokenizer has no chat template: add chat_template to its tokenizer_config.json")
         self.tokenizer = tokenizer
         self.kwargs = read_kwargs(dict(kwargs or {}), "--chat-template-kwargs")
+        words = set(re.findall(r"\w+", str(tokenizer.chat_template)))  # a string, or named templates
+        if unread := sorted(self.kwargs.keys() - words):
+            raise UserError(
+                f"--chat-template-kwargs: the chat template does not read {', '.join(unread)}"
+                f"{suggest(unread[0], words)}: leave it out"
+            )
 
     def render(self, conversation: Conversation, messages: Messages | None = None, **options: Any) -> Any:
         """Text of `messages` (default: all), or the result of transformers' apply_chat_template with `options`.

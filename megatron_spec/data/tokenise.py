@@ -25,7 +25,8 @@ import numpy as np
 
 from megatron_spec.config import UserError
 from megatron_spec.data.chat import ChatEncoder
-from megatron_spec.data.conversations import numbered_lines, parse_line
+from megatron_spec.data.conversations import parse_line
+from megatron_spec.data.lines import numbered_lines
 from megatron_spec.data.store import FORMAT, Block, StoreWriter, TokenStore, runs_of
 from megatron_spec.data.workers import ordered_map, tokeniser_threads, usable_cpus
 from megatron_spec.runtime.files import published_folder, read_json, sha256_of, write_json
@@ -39,7 +40,7 @@ PARALLEL_FROM = 64 * 2**20
 PER_PROCESS = 16 * 2**20
 """Bytes that are worth starting a process."""
 
-CODE = ("chat.py", "conversations.py", "offsets.py", "recorded.py", "template.py")
+CODE = ("chat.py", "conversations.py", "lines.py", "offsets.py", "recorded.py", "template.py")
 """Source files that determine tokens and masks."""
 
 FAULTS = {

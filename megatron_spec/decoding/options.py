@@ -140,6 +140,10 @@ def check_lengths(
             f"--medusa-choices: found a path of {depth} tokens and rank {rank}, but the draft has {draft.num_heads} "
             f"heads and ranks up to {draft.vocab_size - 1}"
         )
+    if depth > deepest:
+        raise UserError(
+            f"--medusa-choices: found a path of {depth} tokens, but at most {deepest} are drafted: give {flag} {depth}"
+        )
     if deepest > draft.num_heads and not paths:
         raise UserError(f"{flag} {deepest}: the draft has {draft.num_heads} Medusa heads, a token each")
 

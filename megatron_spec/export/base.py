@@ -263,7 +263,13 @@ def _finish(
     copy_side_files(source, folder)
     found = source / "config.json"
     config: dict[str, Any] = read_object(found) if found.is_file() else config_json(architecture)
-    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    if exclude is None and config.get(key) in ("float32", "float16") and config[key] != dtype:
+        log.warning(
+            "the original base is in %s, this one is rounded to %s: its text may differ; measure the draft on it with "
+            "validate.py --base", config[key], dtype,
+        )  # fmt: skip
+    config[key] = dtype
     config.pop("quantization_config", None)  # a base in MXFP4 was dequantised on import
     if exclude is not None:
         config["quantization_config"] = quantization_config(exclude, kv_cache)

@@ -18,12 +18,11 @@ from megatron_spec.data.conversations import (
     OF_ANSWERS,
     Conversation,
     check_text,
-    load_line,
-    numbered_lines,
     parse_conversation,
     read_extras,
     read_identifier,
 )
+from megatron_spec.data.lines import load_line, numbered_lines
 from megatron_spec.generation.answers import Answered, Message, answer_message
 
 
@@ -122,6 +121,11 @@ def _chat(record: dict[str, Any], where: str, stem: str, number: int) -> Prompt:
     identifier = conversation.identifier or f"{stem}-{number}"
     category = str(record.get("category") or "none")
     return Prompt(identifier, category, tuple(rounds), where, conversation.tools, conversation.template_kwargs)
+
+
+def questions(messages: Iterable[Message]) -> list[tuple[Any, Any]]:
+    """(role, content) of all messages but the answers."""
+    return [(m["role"], m["content"]) for m in messages if m["role"] != "assistant"]
 
 
 def ask_all(dialogues: Iterable[Dialogue], encoder: ChatEncoder, limit: int) -> list[tuple[Dialogue, list[int]]]:

@@ -1,9 +1,6 @@
 """Answers from a served model: on-policy conversations through any OpenAI-compatible endpoint.
 
-Every finished conversation is immediately written as a line of OUTPUT, so a rerun resumes. Files beside it:
-
-    OUTPUT.rejected   conversations that were cut at the token limit, or that the server refused, with the reason
-    OUTPUT.meta.json  what the answers depend on (model, sampling, system prompt); a rerun must agree
+Every finished conversation is immediately written as a line of OUTPUT, so a rerun resumes (`generation.answer_file`).
 
 Connection failures, 408, 409, 429 and 5xx, and malformed answers are retried with growing pauses, on another endpoint
 if there are several. A request that the server refuses (400, 422) rejects its conversation; a missing model or key
@@ -18,17 +15,17 @@ import logging
 import random
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_spec.config import UserError
 from megatron_spec.data.conversations import parse_message
+from megatron_spec.generation.answer_file import AnswerFile, opening
 from megatron_spec.generation.answers import Message
 from megatron_spec.generation.prompts import Prompt
 from megatron_spec.runtime import lock
-from megatron_spec.runtime.files import changed_settings, read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -222,9 +219,8 @@ def is_short(message: Message, tokens: int) -> bool:
 
 async def hold(prompt: Prompt, endpoints: Endpoints, model: str, totals: Totals) -> tuple[dict[str, Any], int]:
     """(record, generated tokens) of one conversation; its rounds are asked sequentially."""
-    options, messages, reasons, tokens = endpoints.options, [], [], 0
-    if options.system_prompt and not any(m["role"] == "system" for m in prompt.rounds[0]):
-        messages = [{"role": "system", "content": options.system_prompt}]
+    options, reasons, tokens = endpoints.options, [], 0
+    messages = opening(prompt, options.system_prompt)
     for number, asked in enumerate(prompt.rounds):
         messages = [*messages, *asked]
         seed = None if options.seed is None else zlib.crc32(f"{options.seed}:{prompt.identifier}:{number}".encode())
@@ -248,44 +244,6 @@ async def hold(prompt: Prompt, endpoints: Endpoints, model: str, totals: Totals)
     return record, tokens
 
 
-class AnswerFile:
-    """OUTPUT and the files beside it. Raises UserError when they were written with other settings."""
-
-    def __init__(self, output: Path, meta: dict[str, Any]) -> None:
-        self.output = output
-        self.rejected = output.with_name(f"{output.name}.rejected")
-        self.known = {i for path in (self.output, self.rejected) for i in _identifiers(path)}
-        about = output.with_name(f"{output.name}.meta.json")
-        if self.known and (changed := changed_settings(read_json(about), meta)):
-            raise UserError(f"{output} was answered with other settings ({changed}): use another output file")
-        write_json(about, meta)
-
-    def open(self) -> tuple[IO[str], IO[str]]:
-        """(output, rejected), opened for appending."""
-        return self.output.open("a", encoding="utf-8"), self.rejected.open("a", encoding="utf-8")
-
-
-def _identifiers(path: Path) -> Iterator[str]:
-    """Identifiers of the lines of a file; a half-written last line is cut off."""
-    if not path.is_file():
-        return
-    whole = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            whole += len(line)
-            try:
-                yield json.loads(line)["conversation_id"]
-            except (ValueError, KeyError, TypeError):
-                raise UserError(
-                    f"{path}: found a line that is not a conversation record: use another output file"
-                ) from None
-    if whole < path.stat().st_size:
-        with path.open("r+b") as file:
-            file.truncate(whole)
-
-
 def _write(file: IO[str], record: dict[str, Any]) -> None:
     file.write(json.dumps(record, ensure_ascii=False) + "\n")
     file.flush()
@@ -304,7 +262,7 @@ async def _generate(
         **({"chat_template_kwargs": options.template_kwargs} if options.template_kwargs else {}),
     }  # fmt: skip
     answers = AnswerFile(output, meta)
-    waiting = (p for p in prompts if p.identifier not in answers.known)
+    waiting = answers.left(prompts, options.system_prompt, options.template_kwargs)
     in_a_row = 0
     good, bad = answers.open()
 

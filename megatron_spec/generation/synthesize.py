@@ -29,7 +29,7 @@ from megatron_spec.data.workers import tokeniser_threads
 from megatron_spec.decoding.engine import decode_batches
 from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.generation.answers import answer_ids
-from megatron_spec.generation.prompts import Dialogue, Prompt, ask_all, check_stop_ids
+from megatron_spec.generation.prompts import Dialogue, Prompt, ask_all, check_stop_ids, questions
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import changed_settings, drop_half_line, read_json, write_json, write_text
 
@@ -176,16 +176,12 @@ def answer_settings(config: DecodeConfig, stop_ids: set[int], about: dict[str, A
     return {**about, **values, "stop_ids": sorted(stop_ids)}
 
 
-def _asked(messages: Iterable[Any]) -> list[tuple[Any, Any]]:
-    return [(m["role"], m["content"]) for m in messages if m["role"] != "assistant"]
-
-
 def _answers_prompt(record: dict[str, Any], prompt: Prompt, template_kwargs: dict[str, Any]) -> bool:
     """True when the record has the questions of `prompt`, or the first of them if it ended early."""
     kwargs = {**template_kwargs, **prompt.template_kwargs}
     if (record.get("tools"), record.get("chat_template_kwargs", {})) != (prompt.tools, kwargs):
         return False
-    found, expected = _asked(record["conversations"]), _asked(m for r in prompt.rounds for m in r)
+    found, expected = questions(record["conversations"]), questions(m for r in prompt.rounds for m in r)
     ended_early = record.get("truncated") or record.get("problem")
     return found == (expected[: len(found)] if ended_early else expected)
 

@@ -99,6 +99,17 @@ def test_resumed_run_continues_its_measurements(here: Path) -> None:
     assert json.loads(best.read_text())["iteration"] == 2  # nothing was better than what was known
 
 
+def test_a_best_that_was_measured_otherwise_is_not_compared(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from megatron_spec.commands.evaluate import EvalRequest
+
+    train(here, "changed", 2)
+    best = here / "changed" / "best" / "acceptance.json"
+    best.write_text(json.dumps({**json.loads(best.read_text()), "acceptance_length": 2.9}))
+    train(here, "changed", 4, evaluation=EvalRequest(str(here / "held_out.jsonl"), EVERY, 4, 1, 6))
+    assert "was measured otherwise (eval_draft_len 2 -> 1): the next measurement replaces it" in caplog.text
+    assert json.loads(best.read_text())["iteration"] == 4
+
+
 def in_parallel(here: str, layout: dict[str, int]) -> None:
     train(Path(here), f"run-{next(iter(layout))}", 5, parallel=ParallelConfig(**layout))
 

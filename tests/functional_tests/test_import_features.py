@@ -85,6 +85,7 @@ def everything(folder: str) -> dict[str, Any]:
         "norm": attempt("bare", "no"), "twice": attempt("dumps", "no", final_norm="missing"),
         "layers": attempt("bare", "no", final_norm="missing", check=0),
         "other length": attempt("dumps", "store", seq_length=64),
+        "other norm": attempt("bare", "normed", final_norm="applied", check=0),
     }  # fmt: skip
     entry = torch.load(root / "dumps" / "0001.pt", weights_only=True)
     shifted = torch.cat([entry["aux_hidden_states"][:, 32:], entry["aux_hidden_states"][:, :32]], dim=-1)
@@ -133,6 +134,7 @@ def test_missing_final_norm_is_applied(found: tuple[Path, dict[str, Any]]) -> No
         ("order", "shifted/one.pt", "the output of layer 0 by"),
         ("layers", "", "--check-samples 0 loads none"),
         ("other length", "", "started with other settings"),
+        ("other norm", "", "started with other settings (data_hash"),
     ],
 )
 def test_mismatched_dumps_are_refused(found: tuple[Path, dict[str, Any]], case: str, file: str, message: str) -> None:

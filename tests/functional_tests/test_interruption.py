@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from megatron_spec.commands.features import template_hash
 from megatron_spec.config import UserError
 from megatron_spec.runtime.lock import exclusive
 from tests.functional_tests.script_helpers import run_script, succeed, write_conversations, write_inputs
+from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
 from tests.worlds import run_world
 
 # finetune.py as it stands, over features (one micro-batch a step) that send a signal to their own process in step 2
@@ -137,6 +139,19 @@ def test_another_run_cannot_resume_it(root: Path, changes: dict[str, Any], expec
     write_conversations(root / "other.jsonl", 5)
     with pytest.raises(UserError, match=expected):
         again(root, **changes)
+
+
+def test_another_template_cannot_resume_it(root: Path) -> None:
+    """Its text would be another one from there on."""
+    for folder in ("moved words", "words"):
+        make_tokenizer(CHATML_MARKED).save_pretrained(root / folder)
+    template = root / "words" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("Be kind.", "Be brief."))
+    before = template_hash(str(root / "base"))
+    assert template_hash(str(root / "moved words")) == before != template_hash(str(root / "words"))
+    assert again(root, tokenizer=str(root / "moved words"))[1]
+    with pytest.raises(UserError, match=f"--tokenizer holds other content .* made with {before}"):
+        again(root, tokenizer=str(root / "words"))
 
 
 def test_moved_data_and_more_steps_can_resume_it(root: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_spec.config import UserError
 from tests.functional_tests.script_helpers import ROOT, environment, make_base, write_conversations
 from tests.worlds import run_world
 
@@ -55,6 +56,9 @@ def one_rank(root: str) -> dict[str, Any]:
 
     convert(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
     common: dict[str, Any] = dict(seq_length=96, micro_batch_size=2)
+    extract_features(f"{root}/draft", f"{root}/begun", f"{root}/train.jsonl", part=(1, 2), **common)
+    with pytest.raises(UserError, match="started with other settings"):
+        extract_features(f"{root}/draft", f"{root}/begun", f"{root}/other.jsonl", **common)
     for i in (1, 0):  # two jobs of an array, in any order
         extract_features(f"{root}/draft", f"{root}/store", f"{root}/train.jsonl", part=(i, 2), **common)
     extract_features(
@@ -98,6 +102,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     lines = [json.dumps({"messages": [{**short[0], "content": f"{i}"}, short[1]]}) + "\n" for i in range(18)]
     (root / "train.jsonl").write_text(long + "".join(lines), encoding="utf-8")  # 36: three shards
+    (root / "other.jsonl").write_text("".join(lines) + long, encoding="utf-8")  # as many
     (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
     found = run_world(1, one_rank, str(root))[0]
     return root, {**found, **run_world(4, four_ranks, str(root))[0]}
@@ -138,7 +143,7 @@ def test_invalid_input_is_refused(
     runs: tuple[Path, dict[str, list[float]]], changes: dict[str, Any], message: str
 ) -> None:
     from megatron_spec.commands.finetune import FinetuneRun, resolve
-    from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
+    from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
     root, _ = runs
     values: dict[str, Any] = {"data": None, "offline_data": "store", **changes}
@@ -153,7 +158,6 @@ def test_invalid_input_is_refused(
 
 
 def test_features_of_another_base_are_refused(runs: tuple[Path, dict[str, list[float]]]) -> None:
-    from megatron_spec.config import UserError
     from megatron_spec.features.store import FeatureStore
 
     root, _ = runs

@@ -43,6 +43,8 @@ def test_training_values_out_of_range(field: str, value: float) -> None:
 def test_minimum_learning_rate_must_not_exceed_the_learning_rate() -> None:
     with pytest.raises(UserError, match=r"min_lr 0\.01 must not be greater than lr 0\.001"):
         TrainConfig(train_iters=1, lr=1e-3, min_lr=1e-2)
+    with pytest.raises(UserError, match="lr_warmup_iters 9 must be below lr_decay_iters 9"):
+        TrainConfig(train_iters=20, lr_warmup_iters=9, lr_decay_iters=9)
     assert TrainConfig(train_iters=1, lr=1e-3, min_lr=1e-3, clip_grad=0.0, save_interval=0).min_lr == 1e-3
 
 

@@ -171,6 +171,9 @@ def test_impossible_trees_and_lengths_are_refused() -> None:
             check_lengths(DecodeConfig(medusa_choices=choices), (2,), heads)
     check_lengths(tree, (2,), None)
     check_lengths(DecodeConfig(medusa_choices="[[0], [0, 95]]"), (2,), heads)
+    check_lengths(DecodeConfig(medusa_choices="[[0], [0, 95]]"), (1, 2), heads)
+    with pytest.raises(UserError, match="a path of 2 tokens, but at most 1 are drafted: give --max-draft-len 2"):
+        check_lengths(DecodeConfig(medusa_choices="[[0], [0, 95]]"), (1,), heads)
 
 
 def test_a_p_eagle_draft_proposes_what_it_was_trained_for() -> None:

@@ -15,6 +15,8 @@ SYSTEM = [{"role": "system", "content": "S"}, *TWO]
 THINK = talk(("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"), ("assistant", "<think>y</think>d"))
 QUOTES_END = talk(("user", "say <|end|>"), ("assistant", "it is <|end|> here"), ("user", "x"), ("assistant", "y"))
 
+ASKS_END = talk(("user", "hi"), ("assistant", "yo"), ("user", "what is <|end|>?"), ("assistant", "y"))
+
 
 def turn_texts(tokenizer, sample):
     """Decoded tokens of each turn; checks that a turn is one piece."""
@@ -41,6 +43,7 @@ def encode(template, messages, **options):
         (chats.CHATML, TWO[1:], ["yo<|end|>", "né 12\n\nok <|end|>"]),
         (chats.CHATML, [*ONE, ONE[1]], ["yo<|end|>", "yo<|end|>"]),
         (chats.CHATML, QUOTES_END, ["it is <|end|> here<|end|>", "y<|end|>"]),
+        (chats.CHATML.replace("<|end|>", "[END]"), ASKS_END, ["yo[END]", "y[END]"]),
         (chats.CHATML_MARKED, SYSTEM, ["yo<|end|>", "né 12\n\nok <|end|>"]),
         (chats.CHATML_MARKED_WITHOUT_END, SYSTEM, ["yo<|end|>", "né 12\n\nok <|end|>"]),
         (chats.BRACKETS, TWO, [" yo<eos>", " né 12\n\nok<eos>"]),

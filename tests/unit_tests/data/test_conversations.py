@@ -6,10 +6,11 @@ import json
 import pytest
 
 from megatron_spec.config import UserError
-from megatron_spec.data import conversations
+from megatron_spec.data import conversations, lines
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.cleaning import CleanOptions, clean
-from megatron_spec.data.conversations import numbered_lines, parse_conversation
+from megatron_spec.data.conversations import parse_conversation, parse_line
+from megatron_spec.data.lines import numbered_lines
 from megatron_spec.data.loader import ConversationDataset
 from megatron_spec.generation.prompts import read_prompts
 from tests.unit_tests.data import chat_fixtures as chats
@@ -73,6 +74,8 @@ def test_tools_and_template_arguments_may_be_json_text():
     assert encoded(template, record).startswith("sumLOUD")
     assert encoded(template, clean(record, CleanOptions()).line).startswith("sumLOUD")
     assert encoded(template, {"messages": TALK}, template_kwargs={"loud": True}).startswith("LOUD")
+    with pytest.raises(UserError, match=r"the chat template does not read loudd \(did you mean 'loud'\?\)"):
+        encoded(template, {"messages": TALK}, template_kwargs={"loudd": True})
 
 
 @pytest.mark.parametrize("name", conversations.REASONING)
@@ -108,6 +111,18 @@ def test_invalid_lines_are_refused_in_training_and_dropped_in_preparation(record
     assert found.line is None and found.reason
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": 0.0}])
+def test_answers_that_other_tools_do_not_train_on_are_refused(tmp_path, mark):
+    record = {"messages": [*TALK, {**TALK[0], "weight": 0}, {**TALK[1], **mark}]}
+    with pytest.raises(UserError, match=f"line 3, message 3: found an answer with {next(iter(mark))} 0 or false"):
+        parse_line(json.dumps(record).encode(), "line 3")
+    assert clean(record, CleanOptions()).reason.startswith("an answer with")
+    assert clean(record, CleanOptions(make_prompts=True)).line["turns"] == ["hi", "hi"], "the base answers anyway"
+    record["messages"].pop()
+    assert len(parse_line(json.dumps(record).encode(), "line 3").messages) == 3
+    assert clean({"messages": [TALK[0], {**TALK[1], "weight": 1, "loss": None}]}, CleanOptions()).line
+
+
 def test_lone_surrogates_of_prompts_are_refused_with_the_line(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"turns": ["a"]}) + "\n" + json.dumps({"turns": ["a", "\ud83d"]}) + "\n")
@@ -129,7 +144,7 @@ def test_files_that_prepare_conversations_reads_name_it(tmp_path):
 
 
 def test_plain_text_corpus_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversations, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(lines, "LONGEST_LINE", 1000)
     path = write_lines(tmp_path / "d.jsonl", [TALK, talk(("user", "x" * 2000), ("assistant", "y"))])
     for read in (lambda p: list(numbered_lines(p)), read_prompts):
         with pytest.raises(UserError, match=r"d.jsonl line 2: longer than 0 MiB, expected one"):

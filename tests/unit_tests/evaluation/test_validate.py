@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,11 +223,16 @@ def test_killed_validation_resumes(chat: Any, tmp_path: Path, monkeypatch: pytes
     assert run_of(chat, output, draft_lens=(2, 3)).answers == expected.answers
 
 
-def test_a_journal_of_other_modules_is_not_continued(
+def test_a_journal_of_other_modules_or_templates_is_not_continued(
     chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a killed run measured is kept only for the same implementation: others differ in speed and rounding."""
+    """What a killed run measured is kept only for the same implementation, which decides speed and rounding, and for
+    the same tokenizer and template."""
     from megatron_spec.commands import decode
+
+    words = shutil.copytree(chat.folder, tmp_path / "words", ignore=shutil.ignore_patterns("*.safetensors"))
+    template = words / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
 
     models = decode.Models(chat.base, None, "fingerprint", False)
     for name in ("load_models", "check_draft_modules_of"):
@@ -239,13 +245,16 @@ def test_a_journal_of_other_modules_is_not_continued(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(decode, "run_validation", killed)
-    for changes in ({}, {"layers": ENGINE}, {"draft_transformer_impl": "transformer_engine"}, {"plain": True}, {}):
+    for changes in (
+        {}, {"layers": ENGINE}, {"draft_transformer_impl": "transformer_engine"}, {"plain": True},
+        {"tokenizer": str(words)}, {},
+    ):  # fmt: skip
         with pytest.raises(KeyboardInterrupt):
             decode.validate(
                 str(chat.questions), base=str(chat.folder), output=str(tmp_path / "report.json"),
                 decode=CHAT_CONFIG.replace(decoding_type="NGram"), **changes,
             )  # fmt: skip
-    assert len(set(seen)) == 4 and seen[0] == seen[-1]
+    assert len(set(seen)) == 5 and seen[0] == seen[-1]
 
 
 def test_text_is_not_compared_where_it_may_differ(chat: Any) -> None:

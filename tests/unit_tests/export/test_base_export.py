@@ -54,7 +54,7 @@ def test_fp32_export_is_the_original(base_folder: Path, tmp_path: Path) -> None:
     LlamaForCausalLM.from_pretrained(out)
 
 
-def test_tied_base_exports_no_head(tmp_path: Path) -> None:
+def test_tied_base_exports_no_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_tiny(tmp_path / "tied", num_hidden_layers=8, tie_word_embeddings=True)
     tiny = make(tmp_path / "tied", world_of())
     out = export_base(tiny.base, tiny.reference, tmp_path / "out", None, tiny.world)
@@ -62,6 +62,10 @@ def test_tied_base_exports_no_head(tmp_path: Path) -> None:
     assert "lm_head.weight" not in found and found["model.embed_tokens.weight"].shape == (83, 32)
     assert {t.dtype for t in found.values()} == {torch.bfloat16}
     assert (json.loads((out / "config.json").read_text()).get("dtype")) == "bfloat16"
+    assert "the original base is in float32, this one is rounded to bfloat16" in caplog.text
+    caplog.clear()
+    export_base(tiny.base, tiny.reference, tmp_path / "same", None, tiny.world, dtype="float32")
+    assert not caplog.records
 
 
 def test_fp8_export(base_folder: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_folder_keeps_its_draft(start: Any, tmp_path: Path) -> None:
     assert code == 0 and len(started) == 1 and "--model and --algorithm are not read" in said
 
 
-def test_chain_validates_again_with_other_settings(start: Any) -> None:
+def test_chain_validates_again_with_other_settings(start: Any, tmp_path: Path) -> None:
     """When started again, only steps affected by new options run; other training options need another folder."""
     chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--output", "chain")
     assert len(start(*chain)[2]) == 8
@@ -118,6 +118,14 @@ def test_chain_validates_again_with_other_settings(start: Any) -> None:
     assert code == 0 and [name for name, _ in started] == ["export", "validate"] * 2
     assert {run.max_draft_len for name, run in started if name == "export"} == {5}
     code, said, started = start(*chain, "--lr", "1e-3")
+    assert code == 2 and not started and "holds a run with other options" in said
+    asked = tmp_path / "asked.jsonl"
+    for text in ("one", "two"):
+        asked.write_text(text)
+        code, _, started = start(*chain, "--heldout", str(asked))
+        assert code == 0 and [name for name, _ in started if name == "validate"] == ["validate"] * 2
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    code, said, started = start(*chain, "--heldout", str(asked))
     assert code == 2 and not started and "holds a run with other options" in said
 
 

@@ -109,6 +109,19 @@ def test_rerun_requests_only_missing_answers_and_refuses_other_settings(prompts,
     check(output)
 
 
+def test_other_questions_under_known_identifiers_are_refused(prompts, tmp_path):
+    output, system = tmp_path / "out.jsonl", "Be brief."
+    with Server() as server:
+        ask(prompts, output, server, system_prompt=system)
+        assert ask(prompts, output, server, system_prompt=system)[0].written == 0
+        text = prompts.read_text()
+        for old, new in (("q4", "another"), ("and 5", "another")):
+            prompts.write_text(text.replace(old, new))
+            with pytest.raises(UserError, match=f"conversation c{old[-1]} has other questions"):
+                ask(prompts, output, server, system_prompt=system)
+    assert len(lines(output)) == 10
+
+
 def test_failures_are_retried_with_backoff(prompts, tmp_path):
     failures = [500, (429, {"retry_after": "7"}), "half", "close", "garbage", 503, 500, "half"]
     with Server(lambda n, body: failures[n] if n < len(failures) else echo(n, body)) as server:

@@ -1,0 +1,101 @@
+"""The files of an answering run on a server: what they have is not asked again.
+
+OUTPUT            a line for every finished conversation
+OUTPUT.rejected   conversations that were cut at the token limit, or that the server refused, with the reason
+OUTPUT.meta.json  what the answers depend on (model, sampling, system prompt); a rerun must agree
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_spec.config import UserError
+from megatron_spec.generation.answers import Message
+from megatron_spec.generation.prompts import Prompt, questions
+from megatron_spec.runtime.files import changed_settings, read_json, write_json
+
+
+def opening(prompt: Prompt, system_prompt: str | None) -> list[Message]:
+    """What a conversation begins with before its first round."""
+    if system_prompt and not any(m["role"] == "system" for m in prompt.rounds[0]):
+        return [{"role": "system", "content": system_prompt}]
+    return []
+
+
+class AnswerFile:
+    """OUTPUT and the files beside it.
+
+    Attributes:
+        known: identifiers of its conversations -> (answered rounds, hash of what they ask), or None if not recorded.
+
+    Raises UserError when they were written with other settings.
+    """
+
+    def __init__(self, output: Path, meta: dict[str, Any]) -> None:
+        self.output = output
+        self.rejected = output.with_name(f"{output.name}.rejected")
+        self.known = {r["conversation_id"]: _asked_in(r) for p in (self.output, self.rejected) for r in _records(p)}
+        about = output.with_name(f"{output.name}.meta.json")
+        if self.known and (changed := changed_settings(read_json(about), meta)):
+            raise UserError(f"{output} was answered with other settings ({changed}): use another output file")
+        write_json(about, meta)
+
+    def open(self) -> tuple[IO[str], IO[str]]:
+        """(output, rejected), opened for appending."""
+        return self.output.open("a", encoding="utf-8"), self.rejected.open("a", encoding="utf-8")
+
+    def left(
+        self, prompts: Iterable[Prompt], system_prompt: str | None, template_kwargs: Mapping[str, Any]
+    ) -> Iterator[Prompt]:
+        """The prompts that are not in the file. Raises UserError for one that is there with other questions."""
+        for prompt in prompts:
+            if prompt.identifier not in self.known:
+                yield prompt
+            elif found := self.known[prompt.identifier]:
+                asked = [*opening(prompt, system_prompt), *(m for asked in prompt.rounds[: found[0]] for m in asked)]
+                if found[1] != _hash(asked, prompt.tools, {**template_kwargs, **prompt.template_kwargs}):
+                    raise UserError(
+                        f"{self.output}: its conversation {prompt.identifier} has other questions than the prompt "
+                        f"({prompt.where}): use another output file"
+                    )
+
+
+def _asked_in(record: dict[str, Any]) -> tuple[int, str] | None:
+    """See `AnswerFile.known`."""
+    if "conversations" not in record or "finish_reasons" not in record:
+        return None
+    asked = _hash(record["conversations"], record.get("tools"), record.get("chat_template_kwargs"))
+    return len(record["finish_reasons"]), asked
+
+
+def _hash(messages: Iterable[Message], tools: Any, template_kwargs: Any) -> str:
+    """Identity of what a conversation asks."""
+    asked = json.dumps([questions(messages), tools or None, template_kwargs or {}], sort_keys=True)
+    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file; a half-written last line is cut off."""
+    if not path.is_file():
+        return
+    whole = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            try:
+                record = json.loads(line)
+                record["conversation_id"]
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"{path}: found a line that is not a conversation record: use another output file"
+                ) from None
+            yield record
+    if whole < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(whole)
