@@ -1,7 +1,7 @@
 """Generate the base's answers to prompts, with or without a draft, as training conversations.
 
     python generate.py --base BASE --data prompts.jsonl --output train.jsonl            # the base alone
-    python generate.py --base BASE --synthesize 10000 --output train.jsonl              # questions by the base, too
+    python generate.py --base BASE --synthesize 10000 --output train.jsonl              # its own questions; or both
     python generate.py --load DIR --data prompts.jsonl --output answers.jsonl           # with a draft: the same text
 
 Every finished conversation is written at once; a later run with the same --output resumes.

@@ -35,7 +35,7 @@ from megatron_spec.evaluation import html
 from megatron_spec.evaluation.report import Report, Run
 from megatron_spec.evaluation.validate import validate as run_validation
 from megatron_spec.generation.prompts import Prompt, read_prompts
-from megatron_spec.generation.questions import check_questions, write_questions
+from megatron_spec.generation.questions import check_questions, drawn, write_questions
 from megatron_spec.generation.synthesize import answer_settings, check_output, synthesize_to_file
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
@@ -175,6 +175,11 @@ def generate(run: GenerateRun) -> int:
     if run.data is not None:
         check_file(run.data)
         prompts = read_prompts(run.data, run.num_prompts)
+        if run.synthesize is not None and (same := next((p for p in prompts if drawn(p.identifier)), None)):
+            raise UserError(
+                f"{same.where}: identifier {same.identifier!r}, expected others than those of made-up questions: leave "
+                "--synthesize out, or rename it"
+            )
     with iteration_of(run.load) as folder:
         inputs = resolve(folder, run.base, run.decode, run.parallel, run.tokenizer, draft_needed=False)
         return _generate(run, prompts, inputs)
@@ -207,7 +212,7 @@ def _generate(run: GenerateRun, prompts: list[Prompt], inputs: Inputs) -> int:
         models = load_models(inputs, world, dtype, run.plain, run.draft_transformer_impl, run.layers)
         about["base_fingerprint"] = models.fingerprint
         if run.synthesize is not None:
-            prompts = write_questions(
+            prompts += write_questions(
                 models.base, inputs.tokenizer, run.synthesize, asking, questions, stop_ids, about, kwargs,
                 run.question_batch_size,
             )  # fmt: skip

@@ -314,11 +314,12 @@ def test_an_apex_that_cannot_run_is_refused_only_where_it_is_asked_for(place: Pa
             ["--base_model", "x", "--recipe", "short", "--algorithm", "medusa"],
             "--recipe short is for --algorithm eagle3",
         ),
-        (["--synthesize", "9", "--num_prompts", "9"], "leave --prompts and --num_prompts out"),
+        (["--synthesize", "9", "--num_prompts", "9"], "leave --num_prompts out, or give --prompts"),
         (["--data", "x.jsonl", "--synthesize", "9"], "leave --synthesize and --prompts out"),
         (["--data", "x.jsonl", "--num_prompts", "9"], "--data is read whole: leave --num_prompts out"),
+        (["--data", "x.jsonl", "--temperature", "1"], "--data has answers: leave --temperature out"),
         (["--qat_iters", "some"], "--qat_iters some: expected a number"),
-        (["--base_model", ".", "--recipe", "short", "--synthesize", "x"], "--synthesize: x conversations, expected"),
+        (["--base_model", ".", "--recipe", "short", "--synthesize", "x"], "--synthesize x: expected a number above 0"),
     ],
 )
 def test_one_command_chain_refuses_before_setup(arguments: list[str], expected: str) -> None:
