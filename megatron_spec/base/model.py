@@ -217,13 +217,13 @@ class FrozenBase(CoreStage):
 
         Raises:
             UserError: more than one model chunk; layers of a HybridModel that are neither attention nor MLP or do not
-                pair up; another depth than the configuration's; longrope; or capture ids that do not fit.
+                pair up; a model that differs from the configuration; longrope; or capture ids that do not fit.
         """
         layouts.check("wrap", world.parallel)
         if config.rope.longest_short is not None:
             raise UserError("a wrapped model chooses longrope's frequencies per batch: load the base with load_base")
         model = unwrapped(given)
-        counts = stage_counts(model, config.num_layers, world.pp)
+        counts = stage_counts(model, config, world.pp)
         placement.check_captures(config.num_layers, capture_layer_ids)
         stages = placement.stages_from_counts(counts, capture_layer_ids)
         base = cls(config, world, core_model(model), stages, next(model.parameters()).dtype)

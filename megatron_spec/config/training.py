@@ -40,6 +40,8 @@ class ParallelConfig(Config):
     """Refused: interleaved pipeline schedules are not supported."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Refused: interleaved pipeline schedules are not supported."""
+    distributed_timeout_minutes: int = option(30, "N", least=1)
+    """Minutes that ranks wait for one another, as for one that still reads its data, before the run fails."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
