@@ -3,7 +3,8 @@
     python benchmarks/ablate_drafts.py --base BASE --prompts mt_bench.jsonl gsm8k.jsonl --output runs/compare --bf16
 
 1. The base writes its own training conversations without any prompt: it continues the bare header of a user turn, then
-   answers what it wrote (sampled questions without duplicates, greedy answers). Its features are computed once.
+   answers what it wrote (sampled questions without duplicates, greedy answers; --answer-temperature and
+   --user-questions change that). Its features are computed once.
 2. The --drafters (EAGLE-3, EAGLE-1, MTP and Medusa; also block drafts) train on them, in the same order, for --seconds
    each; NGram needs no training. Every draft decodes the same questions with the same base. Other draft lengths and
    trees follow.
@@ -93,7 +94,11 @@ def make_parser() -> cli.Parser:
     )
     p.add_argument("--global-batch-size", type=cli.at_least_one, default=32)
     p.add_argument("--seq-length", type=cli.at_least_one, default=320)
-    p.add_argument("--answer-temperature", type=float, help="of the training answers (default: greedy)")
+    p.add_argument(
+        "--answer-temperature", type=float, nargs="+", metavar="T",
+        help="of the training answers, which take several in turn; 0 is greedy (default: 0)",
+    )  # fmt: skip
+    p.add_argument("--user-questions", metavar="JSONL", help="questions that replace as many of the base's own")
     p.add_argument(
         "--temperature", type=float, help="answer the few questions at this temperature, too, several times each"
     )
@@ -232,14 +237,15 @@ def read_step_times(path: Path, names: Sequence[str] = ()) -> dict[str, float]:
 def check(args: argparse.Namespace) -> dict[str, float] | None:
     """The times of --step-times, if this call reads them. Raises UserError for parts that need it, and for flags
     without effect."""
-    for flag in ("temperature", "answer_temperature"):
-        value = getattr(args, flag)
-        if value is not None and value <= 0:
-            raise UserError(f"--{flag.replace('_', '-')} {value:g}: expected above 0; greedy is without it")
+    if args.temperature is not None and args.temperature <= 0:
+        raise UserError(f"--temperature {args.temperature:g}: expected above 0; greedy is without it")
+    if any(value < 0 for value in args.answer_temperature or ()):
+        raise UserError(f"--answer-temperature {min(args.answer_temperature):g}: expected 0 (greedy) or above")
     if args.rejection and args.temperature is None:
         raise UserError("--rejection needs --temperature")
-    if args.answer_temperature is not None and args.data:
-        raise UserError("--answer-temperature does nothing with --data, which has its answers: leave it out")
+    for flag in ("answer-temperature", "user-questions"):
+        if args.data and getattr(args, flag.replace("-", "_")) is not None:
+            raise UserError(f"--{flag} does nothing with --data, which has its conversations: leave it out")
     if args.step_times is None:
         if asked := [part for part in ON_REQUEST if part in args.parts]:
             raise UserError(f"--parts {' '.join(asked)}: give --step-times FILE")

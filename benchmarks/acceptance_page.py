@@ -145,7 +145,7 @@ def pooled(lines: Sequence[Line]) -> Line:
     return {"few": few, **sums}
 
 
-def _ablations(found: dict[str, Line], prefix: str = "ablation ", control: str = "defaults") -> str:
+def ablations(found: dict[str, Line], prefix: str = "ablation ", control: str = "defaults") -> str:
     """One row per setting; with several seeds, pooled, and the change of each against `control`."""
     seeds: dict[str, list[Line]] = {}
     for name, line in found.items():
@@ -239,8 +239,8 @@ def _sampled(lines: Sequence[Line], few: str) -> str:
         how = "with rejection sampling" if rejection else "where a draft token is right if the base samples it, too"
         others = [name for name in found if not name.startswith(("ablation ", "replay "))]
         tables = [
-            _ablations(found),
-            _ablations(found, "replay ", "weight 1"),
+            ablations(found),
+            ablations(found, "replay ", "weight 1"),
             _some(found, others, None, "drafter"),
         ]
         title = f"At temperature {temperature:g} {how}, {samples} answers to each question. {few}."
@@ -298,7 +298,7 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
         "drafters": ("**Drafters**, all questions.", _drafters(found)),
         "sets": ("**Question sets.**", _sets(found)),
         "lengths": (f"**Draft length and trees.** {few}.", _lengths_and_trees(found)),
-        "ablations": (f"**Ablations**, {_count(found)}equal data and steps. {few}.", _ablations(found)),
+        "ablations": (f"**Ablations**, {_count(found)}equal data and steps. {few}.", ablations(found)),
         "steps": (f"**Equal steps**, the same batches for every draft. {few}.", _steps(found)),
         "seconds": (
             f"**Equal seconds**: as many steps as fit {settings['ablation_seconds']:g} s. {few}.",
@@ -311,7 +311,7 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
         ),
         "replay": (
             f"**Replay**: EAGLE-3 trained on with a weight for what the base rejected. {few}.",
-            _ablations(found, "replay ", "weight 1"),
+            ablations(found, "replay ", "weight 1"),
         ),
         "fp8": (
             f"**fp8** of base and draft, simulated, so there is no speed to measure. {few}.",

@@ -10,10 +10,12 @@ import argparse
 import gc
 import logging
 import platform
+import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +47,13 @@ from megatron_spec.decoding.costs import now
 from megatron_spec.decoding.engine import decode
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.generation.prompts import Dialogue, read_prompts
+from megatron_spec.generation.prompts import Dialogue, Prompt, read_prompts
 from megatron_spec.generation.questions import write_questions
 from megatron_spec.generation.synthesize import synthesize_to_file
 from megatron_spec.planning.paths import Paths
 from megatron_spec.quantization.attach import attach_quantizers
 from megatron_spec.runtime import distributed
-from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.files import read_json, write_json, write_text
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
 
@@ -60,7 +62,7 @@ log = logging.getLogger("megatron_spec.ablate_drafts")
 SETTINGS = (
     "prompts", "seconds", "ablation_seconds", "qat_seconds", "draft_vocab_size", "questions", "few_questions",
     "timed_questions", "max_new_tokens", "max_draft_len", "batch_size", "global_batch_size", "seq_length", "lr", "bf16",
-    "ttt_steps", "step_ms", "answer_temperature",
+    "ttt_steps", "step_ms", "answer_temperature", "user_questions",
 )  # fmt: skip
 """Flags that the figures depend on."""
 TICKS = 1000
@@ -164,18 +166,30 @@ class Comparison(Answers):
         """--data, or OUTPUT/train.jsonl, which the base writes when it is not there: questions and answers."""
         if self.args.data:
             return Path(self.args.data)
-        path, asking = self.output / "train.jsonl", self.output / "questions.jsonl"
+        path = self.output / "train.jsonl"
         config = self.decode.replace(batch_size=4 * self.args.batch_size, max_new_tokens=self.args.answer_tokens)
-        config = config.replace(temperature=self.args.answer_temperature or 0.0)
-        hot = config.replace(temperature=0.9, max_new_tokens=96)
-        prompts = write_questions(
-            self.base, self.tokenizer, self.args.conversations, hot, asking, self.stop_ids, {"base": self.args.base}
-        )
-        about = {"base": self.ref.fingerprint}
-        synthesize_to_file(
-            self.base, self.tokenizer, prompts, config, path, draft=None, stop_ids=self.stop_ids, about=about
-        )
+        prompts, temperatures = self._prompts(config), self.args.answer_temperature or [0.0]
+        parts = [self.output / f"train-{i}.jsonl" for i in range(len(temperatures))]
+        for i, (part, temperature) in enumerate(zip(parts, temperatures, strict=True)):
+            synthesize_to_file(
+                self.base, self.tokenizer, prompts[i :: len(parts)], config.replace(temperature=temperature), part,
+                draft=None, stop_ids=self.stop_ids, about={"base": self.ref.fingerprint},
+            )  # fmt: skip
+        lines = [part.read_text(encoding="utf-8").splitlines(keepends=True) for part in parts]
+        write_text(path, "".join(line for each in zip_longest(*lines, fillvalue="") for line in each))
         return path
+
+    def _prompts(self, config: DecodeConfig) -> list[Prompt]:
+        """Questions to answer: --user-questions and, up to --conversations, the base's own, in random order."""
+        count = self.args.conversations
+        prompts = read_prompts(self.args.user_questions, count) if self.args.user_questions else []
+        if len(prompts) < count:
+            hot = config.replace(temperature=0.9, max_new_tokens=96)
+            prompts += write_questions(
+                self.base, self.tokenizer, count - len(prompts), hot, self.output / "questions.jsonl", self.stop_ids,
+                {"base": self.args.base},
+            )  # fmt: skip
+        return random.Random(0).sample(prompts, len(prompts))
 
     def rejections(self, draft: Draft, source: Path, path: Path, count: int) -> float:
         """Seconds in which the base answers `count` questions of `source` with a draft; `path` records rejections."""

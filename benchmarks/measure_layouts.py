@@ -165,7 +165,7 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
         begin = time.perf_counter()
         for _ in range(count):
             _, features, owned = stream.step()
-            trainer.step(features, "", owned)
+            trainer.step(features, "", owned, stream.prepare)
         if cuda:
             torch.cuda.synchronize()
         dist.barrier()

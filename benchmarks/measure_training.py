@@ -193,7 +193,7 @@ def shares(
     parts are also listed by themselves (`HEAD`)."""
     clock = Stopwatch(cuda)
     undo = [
-        clock.watch(ahead, "_next", "base"), clock.watch(eagle3, "teach", "teacher"),
+        clock.watch(ahead, "_fill" if ahead.online else "_next", "base"), clock.watch(eagle3, "teach", "teacher"),
         clock.watch(eagle3, "head_losses", "head"), clock.watch(dflash, "teach", "teacher"),
         clock.watch(dflash, "block_losses", "head"), clock.watch(trainer, "_update", "optimizer"),
         clock.watch_methods(head, "WeightProducts", {"forward": "head_forward", "backward": "head_input_gradient"}),
@@ -276,7 +276,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
 
     def step() -> Any:
         _, features, count = ahead.step()
-        return trainer.step(features, count=count)
+        return trainer.step(features, count=count, meanwhile=ahead.prepare)
 
     def sync() -> None:
         if cuda:

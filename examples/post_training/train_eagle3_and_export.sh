@@ -17,7 +17,7 @@ options (defaults in brackets):
   --tp N, --pp N      tensor and pipeline parallel sizes [1]
   --tokenizer DIR     tokenizer of a base whose folder has none
   --data FILE         training conversations (JSON lines) [synthesised with the base from --prompts]
-  --prompts FILE      prompts to synthesise from [examples/post_training/data/prompts.jsonl]
+  --prompts FILE      prompts that the base answers [examples/post_training/data/prompts.jsonl]
   --heldout FILE      prompts to validate on [with --base_model: runs/mt_bench.jsonl, where it is there; else
                       examples/post_training/data/heldout_prompts.jsonl]
   --recipe NAME       defaults for all that follows. paper: those of the EAGLE-3 paper, with D-PACE. short: what gave the highest
@@ -29,7 +29,8 @@ options (defaults in brackets):
   --eagle_config FILE architecture of an EAGLE, DFlash or DSpark draft as JSON [layers like the base's]
   --output DIR        where everything goes [runs/eagle3]
   --draft_vocab N     EAGLE-3: draft vocabulary size [4096; 32000 with --base_model]
-  --synthesize N      have the base make up N conversations, questions too, instead of answering --prompts
+  --synthesize N      have the base make up N conversations, questions too; with --prompts it answers both
+  --temperature X     of the training answers: the one you serve at (docs/acceptance.md#training-data) [0: greedy]
   --sa_threshold N    validate once more with a lookup beside the draft (validate.py --sa-threshold)
   --qat_iters N       training steps under fp8; 0: no fp8, export and validation in bf16 alone
   --step_decay X      weight of draft step k is X^k [0.6; with --base_model: EAGLE-3 D-PACE, others 0.8]
@@ -44,7 +45,7 @@ scripts=$root/examples/post_training
 base_model="" tokenizer="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
 prompts="" heldout="" algorithm=eagle3 eagle_config=""
 draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts="" eval_prompts="" eval_tokens="" step_decay="" beta2=""
-recipe="" synthesize="" sa_threshold="" draft_len=""
+recipe="" synthesize="" temperature="" sa_threshold="" draft_len=""
 fail() { echo "error: $1" >&2; exit 2; }
 . "$scripts/algorithms.sh"
 
@@ -52,7 +53,7 @@ while [ $# -gt 0 ]; do
   case $1 in
     -h|--help) sed -n '2,10s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
     --base_model|--tokenizer|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--algorithm|--eagle_config|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
-    --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts|--eval_tokens|--step_decay|--beta2|--recipe|--synthesize|--sa_threshold|--draft_len)
+    --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts|--eval_tokens|--step_decay|--beta2|--recipe|--synthesize|--temperature|--sa_threshold|--draft_len)
       [ $# -ge 2 ] || fail "$1 needs a value"
       printf -v "${1#--}" '%s' "$2"; shift 2 ;;
     *) usage >&2; fail "unknown option $1" ;;
@@ -67,8 +68,9 @@ case $recipe in
   *) fail "--recipe $recipe: expected paper or short" ;;
 esac
 [ -z "$data" ] || [ -z "$synthesize$prompts" ] || fail "--data has conversations: leave --synthesize and --prompts out"
+[ -z "$data" ] || [ -z "$temperature" ] || fail "--data has answers: leave --temperature out"
 [ -z "$data" ] || [ -z "$num_prompts" ] || fail "--data is read whole: leave --num_prompts out"
-[ -z "$synthesize" ] || [ -z "$prompts$num_prompts" ] || fail "--synthesize makes up the questions: leave --prompts and --num_prompts out"
+[ -z "$synthesize" ] || [ -n "$prompts" ] || [ -z "$num_prompts" ] || fail "--synthesize says how many questions are made up: leave --num_prompts out, or give --prompts"
 if [ -z "$heldout" ] && [ -n "$base_model" ] && [ -f "$root/runs/mt_bench.jsonl" ]; then
   heldout=$root/runs/mt_bench.jsonl
 elif [ -z "$heldout" ]; then
@@ -124,10 +126,13 @@ qat_lr=$(awk "BEGIN {print $lr / 10}")
 ranks=$((num_gpu > 1 ? num_gpu : 1))
 global_batch=$((batch * ranks / tp))
 if [ -z "$train_iters" ]; then # the short recipe reads its conversations 2.6 times
-  conversations=${synthesize:-$(grep -c . "${data:-$prompts}" || true)}
-  [[ $conversations =~ ^[1-9][0-9]*$ ]] || fail "${data:-${prompts:---synthesize}}: $conversations conversations, expected a number above 0"
+  [[ ${synthesize:-1} =~ ^[1-9][0-9]*$ ]] || fail "--synthesize $synthesize: expected a number above 0"
   [[ $num_prompts =~ ^[1-9][0-9]*$ ]] || fail "--num_prompts $num_prompts: expected a number above 0"
+  conversations=0
+  [ -z "$data$prompts" ] || conversations=$(grep -c . "${data:-$prompts}" || true)
   [ -z "$prompts" ] || [ "$conversations" -le "$num_prompts" ] || conversations=$num_prompts
+  conversations=$((conversations + ${synthesize:-0}))
+  [ "$conversations" -gt 0 ] || fail "${data:-$prompts}: no conversation"
   train_iters=$((conversations * 13 / (5 * global_batch) + 1))
 fi
 [ "$num_gpu" -gt 0 ] || export CUDA_VISIBLE_DEVICES=
@@ -160,7 +165,7 @@ content() { local file; for file in "$@"; do [ -z "$file" ] || cksum < "$file"; 
 mkdir -p "$output/.stages"
 options="algorithm=$algorithm eagle_config=$eagle_config base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
 train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \
-max_new_tokens=$max_new_tokens synthesize=$synthesize recipe=$recipe files=$(content "$eagle_config" "$data" "$prompts")"
+max_new_tokens=$max_new_tokens synthesize=$synthesize temperature=$temperature recipe=$recipe files=$(content "$eagle_config" "$data" "$prompts")"
 if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "$options" ]; then
   printf 'recorded: %s\ngiven:    %s\n' "$(cat "$output/.stages/options")" "$options" >&2
   fail "$output holds a run with other options: choose another --output, or remove it"
@@ -201,10 +206,10 @@ esac
 training=("${conversations[@]}" "${steps[@]}" "${goal[@]}" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
   --global-batch-size "$global_batch" --log-interval 10 "${rows[@]}")
 
-asked=(--data "${prompts:-$scripts/data/prompts.jsonl}" --num-prompts "$num_prompts")
-[ -z "$synthesize" ] || asked=(--synthesize "$synthesize")
+asked=(${synthesize:+--synthesize "$synthesize"})
+[ -n "$synthesize" ] && [ -z "$prompts" ] || asked+=(--data "${prompts:-$scripts/data/prompts.jsonl}" --num-prompts "$num_prompts")
 [ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" "${asked[@]}" --output "$train" \
-  --max-new-tokens "$max_new_tokens" --batch-size "$answers" "${words[@]}"
+  --max-new-tokens "$max_new_tokens" --batch-size "$answers" ${temperature:+--temperature "$temperature"} "${words[@]}"
 [ ${#vocabulary[@]} -eq 0 ] || stage calibrate_vocab "$output/vocab" "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
   --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab" "${words[@]}"
 stage convert "$output/draft" launch convert_model.py "${kind[@]}" "${vocabulary[@]}" --load "$base" --save "$output/draft"

@@ -31,11 +31,15 @@ class FeaturesAhead:
         steps: the micro-batches of every step (`FeatureSource.features`), consumed lazily.
         pp_size: number of pipeline stages, over which the micro-batches of a step are distributed.
         ahead: number of micro-batches of this rank to compute at once; 0: `default_ahead`.
+
+    Attributes:
+        online: the base computes the features; False: a thread reads them.
     """
 
     def __init__(self, source: FeatureSource, steps: Iterable[list[Batch]], pp_size: int, ahead: int = 0) -> None:
         self.source, self.pp_size = source, pp_size
         self._start = source.start if isinstance(source, BackgroundSource) else None
+        self.online = self._start is None
         self.ahead = ahead or default_ahead(pp_size, self._start is not None)
         self.lookahead: int = getattr(source, "lookahead", 0)
         self._steps = iter(steps)
@@ -57,6 +61,12 @@ class FeaturesAhead:
         batches = self._drawn.popleft()
         count = len(batches) // self.pp_size
         return batches, (self._next() for _ in range(count)), count
+
+    def prepare(self) -> None:
+        """Compute features of the next step, if there is one and none are ready: between steps, so that the device has
+        work while the host waits for the end of the last one. A thread reads ahead anyway."""
+        if self.online and not self._ready:
+            self._fill()
 
     def close(self) -> None:
         """Discard what was read ahead."""
@@ -83,11 +93,15 @@ class FeaturesAhead:
                 self._read.append(self._reader.submit(self._start, batches))
             return self._read.popleft().result()()[0]
         if not self._ready:
-            chosen: list[Batch] = []
-            for _ in range(self.ahead):
-                chosen += self._round() or []
-            self._ready.extend(self.source.features(chosen, self._following()))
+            self._fill()
         return self._ready.popleft()
+
+    def _fill(self) -> None:
+        chosen: list[Batch] = []
+        for _ in range(self.ahead):
+            chosen += self._round() or []
+        if chosen:
+            self._ready.extend(self.source.features(chosen, self._following()))
 
     def _following(self) -> list[Batch]:
         """The micro-batches after those that were taken, as many as the source looks ahead."""

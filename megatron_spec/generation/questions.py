@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import math
+import re
 import zlib
 from bisect import bisect_left
 from collections import Counter
@@ -150,6 +151,11 @@ def distinct(found: Mapping[int, str | None], seen: set[str], count: int, outcom
             seen.add(key)
             new[number] = text
     return new
+
+
+def drawn(identifier: str) -> bool:
+    """True for an identifier of a made-up question."""
+    return re.fullmatch(r"draw-\d+", identifier) is not None
 
 
 def write_questions(

@@ -97,9 +97,8 @@ def write_error(
         said = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors
         number = cause.errno if isinstance(cause, OSError) else int(said[1]) if said else None
         if number == errno.EFBIG or "file too large" in str(cause).lower():
-            return UserError(
-                f"{path} cannot be written: larger than a file may be here (see ulimit -f): raise the limit"
-            )
+            limit = "larger than a file may be here (see ulimit -f)"
+            return UserError(f"{path} cannot be written: {limit}: {hint or 'raise the limit'}")
         if number in _FULL or any(text in str(cause).lower() for text in _FULL_TEXTS):
             return UserError(_full(path, size, free_space(path), *([hint] if hint else [])))
         name = getattr(cause, "filename", None)

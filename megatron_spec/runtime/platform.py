@@ -80,6 +80,28 @@ class CopyStream:
         return wait
 
 
+class Aside:
+    """Short work whose result the host reads, on a stream of its own (a GPU's) beside the computation."""
+
+    def __init__(self, place: torch.device) -> None:
+        self.stream = torch.cuda.Stream(place, priority=-1) if place.type == "cuda" else None
+
+    def now(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+        """What the current stream has now is what the work needs: the result is entered later, and operations inside
+        do not wait for what was queued since."""
+        if (stream := self.stream) is None:
+            return contextlib.nullcontext
+        ready = torch.cuda.Event()
+        ready.record()
+
+        def aside() -> contextlib.AbstractContextManager[Any]:
+            """The stream, once that work is done."""
+            stream.wait_event(ready)
+            return torch.cuda.stream(stream)
+
+        return aside
+
+
 def device_memory() -> float:
     """Bytes of the GPU's memory; unlimited without one."""
     return float(torch.cuda.mem_get_info()[1]) if has_cuda() else float("inf")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.ops import backend
 from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.platform import Aside
 from megatron_spec.training.metrics import pack, reduce_sums, warn_uncounted
 from megatron_spec.training.one_pass import OnePass, parts
 from megatron_spec.training.optimizer import finish_gradients, scale_gradients
@@ -55,7 +56,7 @@ class Trainer:
     ends: BaseEnds
     objective: ObjectiveConfig
     iteration: int = 0
-    """Of the coming step: a part of the objective may change with it."""
+    """Steps that this run has done: a part of the objective may change with it."""
 
     def backward(self, features: Iterable[Features], count: int | None = None) -> tuple[Tensor, Tensor]:
         """Accumulate gradients over micro-batches; reduce sums and gradients.
@@ -89,23 +90,30 @@ class Trainer:
         finish_gradients(self.ddp, self.world)
         return sums[:5], sums[5, 0] / sums[3, 0].clamp(min=1)
 
-    def step(self, features: Iterable[Features], describe: str = "", count: int | None = None) -> StepResult:
+    def step(
+        self, features: Iterable[Features], describe: str = "", count: int | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> StepResult:  # fmt: skip
         """One optimizer step. A batch without any supervised row changes neither parameters nor moments.
 
-        The only device synchronisation is for the gradient norm (megatron-core returns it as a number); loss and sums
-        are complete by then, and the optimizer runs while the next step is prepared.
+        The host waits for the device only once, for loss and gradient norm (megatron-core returns it as a number).
 
         Args:
             features, count: see `backward`.
             describe: description of the batch, for messages.
+            meanwhile: called before that wait; what it queues runs on the device while the host reads the norm and
+                queues the update.
 
         Raises NonFiniteLossError when the loss or the gradient norm is not finite; nothing was updated then. All ranks
         raise it, as both are reduced over all.
         """
         sums, loss = self.backward(features, count)
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm() or 0.0)
-        sums, loss = sums.cpu(), loss.cpu()
+        aside = self._aside.now()
+        meanwhile()
+        with aside():
+            norm = float(self.optimizer.get_grad_norm() or 0.0)
+            sums, loss = sums.cpu(), loss.cpu()
         rows, value = float(sums[3, 0]), float(loss)
         norm /= max(rows, 1.0)
         for what, number in (("loss", value), ("norm of the gradient", norm)):
@@ -128,6 +136,10 @@ class Trainer:
             if not part.step(scale):
                 scale_gradients(part.optimizer.get_parameters(), scale)
                 part.optimizer.step_with_ready_grads()
+
+    @cached_property
+    def _aside(self) -> Aside:
+        return Aside(self.world.device)
 
     @cached_property
     def _parts(self) -> list[OnePass]:

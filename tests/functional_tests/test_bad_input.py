@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.functional_tests.script_helpers import SCRIPTS, refuse, run_script, write_inputs
+from tests.functional_tests.script_helpers import SCRIPTS, refuse, run_script, succeed, write_inputs
+from tests.held import held
 from tests.worlds import run_world
 
 
@@ -43,6 +44,20 @@ def test_half_written_checkpoint(place: Path, tmp_path: Path) -> None:
     )
     assert "incomplete" in message and "metadata.json" in message
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"), [("generate", []), ("validate", ["--decoding-type", "NGram"])], ids=["generate", "validate"]
+)
+def test_a_second_run_into_a_file_is_refused(place: Path, tmp_path: Path, script: str, flags: list[str]) -> None:
+    output = tmp_path / "out.jsonl"
+    with held(output, file=True) as other:
+        data = ["--data", place / "train.jsonl", "--num-prompts", 1, "--max-new-tokens", 2]
+        message = refuse(script, "--base", place / "base", "--output", output, *data, *flags)
+        assert f"{output} is in use by process {other.pid}" in message
+        assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl.lock"]
+    succeed(script, "--base", place / "base", "--output", output, *data, *flags)
+    assert output.is_file() and not list(tmp_path.glob("*.lock"))
 
 
 def in_process(action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -299,11 +314,12 @@ def test_an_apex_that_cannot_run_is_refused_only_where_it_is_asked_for(place: Pa
             ["--base_model", "x", "--recipe", "short", "--algorithm", "medusa"],
             "--recipe short is for --algorithm eagle3",
         ),
-        (["--synthesize", "9", "--num_prompts", "9"], "leave --prompts and --num_prompts out"),
+        (["--synthesize", "9", "--num_prompts", "9"], "leave --num_prompts out, or give --prompts"),
         (["--data", "x.jsonl", "--synthesize", "9"], "leave --synthesize and --prompts out"),
         (["--data", "x.jsonl", "--num_prompts", "9"], "--data is read whole: leave --num_prompts out"),
+        (["--data", "x.jsonl", "--temperature", "1"], "--data has answers: leave --temperature out"),
         (["--qat_iters", "some"], "--qat_iters some: expected a number"),
-        (["--base_model", ".", "--recipe", "short", "--synthesize", "x"], "--synthesize: x conversations, expected"),
+        (["--base_model", ".", "--recipe", "short", "--synthesize", "x"], "--synthesize x: expected a number above 0"),
     ],
 )
 def test_one_command_chain_refuses_before_setup(arguments: list[str], expected: str) -> None:

@@ -264,6 +264,28 @@ def test_a_source_that_looks_ahead_is_told_what_follows() -> None:
     assert source.following == [[2, 3, 4], [4, 5, 6], [6, 7], []]
 
 
+def test_prepared_features_are_those_of_the_next_step() -> None:
+    from megatron_spec.features.ahead import FeaturesAhead
+
+    source = Recorded(1)
+    stream = FeaturesAhead(source, [[0, 1], [2, 3], [4, 5]], 1, ahead=3)  # type: ignore[arg-type, list-item]
+    drawn = []
+    for calls in ([[0, 1, 2]], [[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [3, 4, 5]]):
+        drawn += list(stream.step()[1])
+        assert source.calls == calls
+        stream.prepare()
+    assert drawn == list(range(6)) and source.calls == [[0, 1, 2], [3, 4, 5]]
+    lazy = FeaturesAhead(source, [[0], [1]], 1)  # type: ignore[list-item, arg-type]
+    source.calls.clear()
+    assert list(lazy.step()[1]) == [0]
+    lazy.prepare()
+    lazy.prepare()
+    assert source.calls == [[0], [1]]
+    assert list(lazy.step()[1]) == [1]
+    lazy.prepare()
+    assert source.calls == [[0], [1]], "there is no further step"
+
+
 def test_reader_keeps_its_bound() -> None:
     from megatron_spec.features.ahead import FeaturesAhead
 
@@ -271,6 +293,7 @@ def test_reader_keeps_its_bound() -> None:
     stream = FeaturesAhead(source, [[i] for i in range(9)], 1, ahead=3)  # type: ignore[list-item, arg-type]
     for i in range(9):
         assert list(stream.step()[1]) == [i]
+        stream.prepare()
         assert len(source.calls) <= min(9, i + 3)
     stream.close()
 

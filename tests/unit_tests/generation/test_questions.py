@@ -187,6 +187,29 @@ def test_other_settings_are_refused_before_any_weight_is_read(chat, tmp_path, mo
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == {p: b for p, b in before.items() if p.name != "out.jsonl"}
 
 
+def test_prompts_and_made_up_questions_together(chat, tmp_path, monkeypatch):
+    """The same answers as apart, and a killed run goes on; made-up identifiers are not for prompts."""
+    from megatron_spec.commands import decode
+
+    def answers(name: str, data: str | None, **given: object) -> dict[str, object]:
+        decode.generate(data, str(tmp_path / name), base=str(chat.folder), decode=CHAT_CONFIG, **given)
+        lines = [json.loads(line) for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
+        return {line["conversation_id"]: line["conversations"] for line in lines}
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"conversation_id": "mine", "turns": ["red sky"]}\n', encoding="utf-8")
+    mine, made_up = answers("mine.jsonl", str(prompts)), answers("made.jsonl", None, synthesize=3)
+    both = answers("both.jsonl", str(prompts), synthesize=3)
+    assert both == mine | made_up and len(both) == 4
+    output = tmp_path / "both.jsonl"
+    output.write_text("".join(output.read_text(encoding="utf-8").splitlines(keepends=True)[:2]), encoding="utf-8")
+    assert answers("both.jsonl", str(prompts), synthesize=3) == both
+    monkeypatch.setattr(decode, "load_models", lambda *_: pytest.fail("the weights were read"))
+    prompts.write_text('{"conversation_id": "draw-1", "turns": ["red sky"]}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"prompts.jsonl line 1: identifier 'draw-1', expected others"):
+        answers("other.jsonl", str(prompts), synthesize=3)
+
+
 def test_a_gpu_draws_as_many_as_its_memory_allows(chat, monkeypatch):
     """One sixteenth of it, and 1,024 at most; the batch size at least."""
     config = CONFIG.replace(batch_size=24)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ablate_drafts, acceptance_page, comparison, draft_kinds
+from benchmarks import ablate_drafts, acceptance_page, compare_data, comparison, draft_kinds
 from megatron_spec.config import UserError
 from megatron_spec.config.machine import Machine
 from megatron_spec.runtime import platform
@@ -173,13 +173,47 @@ def test_settings_of_training_and_sampled_answers(tmp_path: Path, monkeypatch: p
     [
         (["--rejection"], "--rejection needs --temperature"),
         (["--temperature", "0"], "--temperature 0: expected above 0"),
-        (["--answer-temperature", "1"], "--answer-temperature does nothing with --data"),
+        (["--answer-temperature", "0", "1"], "--answer-temperature does nothing with --data"),
+        (["--user-questions", "x.jsonl"], "--user-questions does nothing with --data"),
     ],
 )
 def test_flags_without_effect_are_refused(tmp_path: Path, flags: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ablate_drafts.main(ablate_drafts.make_parser().parse_args(flags_of(tmp_path, *flags)))
     assert not (tmp_path / "out").exists()
+
+
+def test_training_data_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Answers of several temperatures, and users' questions instead of drawn ones; the runs side by side."""
+    users = tmp_path / "users.jsonl"
+    users.write_text("".join(json.dumps({"question_id": i, "turns": [f"blue sea {i}"]}) + "\n" for i in range(4)))
+
+    def start(name: str, *more: str) -> Path:
+        given = flags_of(tmp_path, "--parts", "ablations", "--steps", "2", "--conversations", "8", *more)
+        at = given.index("--data")
+        del given[at : at + 2]
+        flags = [*given, "--output", str(tmp_path / name), "--answer-tokens", "8", "--max-draft-len", "2"]
+        ablate_drafts.main(ablate_drafts.make_parser().parse_args(flags))
+        return tmp_path / name
+
+    greedy = start("greedy", "--answer-temperature", "0")
+    mixed = start("mixed", "--answer-temperature", "0", "1")
+    asked = start("asked", "--user-questions", str(users))
+
+    def answers(folder: Path) -> dict[str, str]:
+        lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+        return {line["conversation_id"]: json.dumps(line["conversations"]) for line in lines}
+
+    base, half, other = answers(greedy), answers(mixed), answers(asked)
+    assert 0 < sum(half[name] != text for name, text in base.items()) <= 4 and base.keys() == half.keys()
+    assert sum("blue sea" in text for text in other.values()) == 4 and len(other) == 8
+    folders = [str(greedy), str(mixed), str(asked)]
+    compare_data.main(compare_data.make_parser().parse_args(folders))
+    shown = capsys.readouterr().out
+    assert shown.startswith("Greedy answers") and "Sampled" not in shown
+    assert all(f"| {folder} |" in shown for folder in folders)
+    with pytest.raises(UserError, match=r"another lr than .*greedy"):
+        compare_data.read_runs([str(greedy), str(start("lr", "--lr", "0.5"))])
 
 
 def test_equal_seconds_by_the_step_times_of_a_quiet_call(tmp_path: Path) -> None:
@@ -268,7 +302,7 @@ def test_seeds_are_pooled_question_by_question() -> None:
         "ablation detached": line([8, 12], [2, 3]), "ablation detached seed 1": line([4, 8], [3, 4]),
         "ablation late": line([4, 6], [2, 3]), "ablation late seed 1": line([4, 8], [3, 4]),
     }  # fmt: skip
-    rows = [[x.strip() for x in row.split("|")[1:-1]] for row in acceptance_page._ablations(found).splitlines()[2:]]
+    rows = [[x.strip() for x in row.split("|")[1:-1]] for row in acceptance_page.ablations(found).splitlines()[2:]]
     assert rows[0][0] == "defaults" and rows[0][1].startswith("1.833 (") and rows[0][2:] == ["-", "2.000 1.714"]
     # question 1: 12/5 - 8/5, question 2: 20/7 - 14/7
     assert rows[1][:1] + rows[1][2:] == ["detached", "+0.833 (+0.800 to +0.857)", "+2.000 +0.000"]
@@ -290,7 +324,7 @@ def test_seeds_of_an_older_and_a_newer_run_are_pooled_without_interval() -> None
         found[name]["few"]["steps"] = 2
         found[name] = {k: v for k, v in found[name].items() if not k.startswith("few_")}
         found[f"{name} seed 1"]["few"]["steps"] = 4
-    rows = acceptance_page._ablations(found).splitlines()[2:]
+    rows = acceptance_page.ablations(found).splitlines()[2:]
     assert rows == ["| defaults | 2.000 | - | 2.000 2.000 |", "| detached | 2.667 | +0.667 | +2.000 +0.000 |"]
 
 

@@ -158,6 +158,23 @@ def test_short_recipe(start: Any, tmp_path: Path) -> None:
     assert code == 0 and started[1][1].train.train_iters == 53, said  # 2.6 passes in steps of 32
 
 
+def test_own_prompts_beside_made_up_questions(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("{}\n" * 320)
+    chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--recipe", "short", "--output")
+    asked = str(tmp_path / "prompts.jsonl")
+    for name, more, numbers in (
+        ("both", ("--synthesize", "320"), (320, 1000000, 53)),
+        ("some", ("--synthesize", "320", "--num_prompts", "160"), (320, 160, 40)),
+        ("own", ("--temperature", "0.6"), (None, 1000000, 27)),
+    ):
+        code, said, started = start(*chain, name, "--prompts", asked, *more, data="")
+        assert code == 0, said
+        generate, _, finetune = (run for _, run in started[:3])
+        assert generate.data == asked
+        assert (generate.synthesize, generate.num_prompts, finetune.train.train_iters) == numbers
+        assert generate.decode.temperature == (0.6 if more[:1] == ("--temperature",) else 0.0)
+
+
 def test_short_recipe_on_a_tiny_base(start: Any, tmp_path: Path) -> None:
     """Its commands one after the other, with smaller numbers: each accepts what the last one wrote."""
     base = make_base(tmp_path / "tiny", num_hidden_layers=6)

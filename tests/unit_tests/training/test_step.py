@@ -78,7 +78,10 @@ def cases(folder: str, train: dict[str, Any]) -> dict[str, Any]:
     step = trainer.step(source.features([empty]), "iteration 8")
     result["empty"] = (step.grad_norm, float(step.loss), int(step.sums[3].sum()))
     result["kept by the empty step"] = equal(before, snapshot(trainer))
-    after = trainer.step(source.features([good]))
+    seen: list[dict[str, torch.Tensor]] = []
+    before = snapshot(trainer)
+    after = trainer.step(source.features([good]), meanwhile=lambda: seen.append(snapshot(trainer)))
+    result["meanwhile"] = [equal(x, before) for x in seen]
     result["goes on"] = bool(torch.isfinite(after.loss)) and not equal(before, snapshot(trainer))
     return result
 
@@ -94,6 +97,11 @@ SETTINGS: list[dict[str, Any]] = [{}, {"clip_grad": 0.0}, {"use_distributed_opti
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = save_llama(tmp_path_factory.mktemp("step") / "base")
     return run_world(1, all_cases, str(folder), SETTINGS)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)), ids=str)
+def test_other_work_begins_before_the_update(results: list[dict[str, Any]], number: int) -> None:
+    assert results[number]["meanwhile"] == [True]
 
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)), ids=str)
