@@ -88,10 +88,14 @@ def _use_engine(base: FrozenBase) -> None:
 def _use_attention(base: FrozenBase) -> None:
     """Attention of Transformer Engine in the layers for which it has a kernel."""
     config, world, own = base.config, base.world, list[int]()
+    fused: dict[Any, bool] = {}  # one probe for layers whose attention has the same options
     for number, layer in base.layers():
         core = layer.self_attention.core_attention
         attention = te.attention(core, config, number, base.model.config, world.base_groups)
-        if te.is_fused(attention, config, world, base.dtype):
+        options = (core.window, core.scale, core.softmax_offset is None)
+        if options not in fused:
+            fused[options] = te.is_fused(attention, config, world, base.dtype)
+        if fused[options]:
             core.engine = (attention,)
         else:
             own.append(number)

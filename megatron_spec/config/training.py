@@ -75,7 +75,7 @@ class ObjectiveConfig(Config):
     """Training objective of a draft (docs/algorithms.md#training-time-test, #alignment, #losses)."""
 
     ttt_steps: int = 7
-    """Draft steps T unrolled in training."""
+    """Draft steps T unrolled in training. Not for Medusa and block drafts, which have one per head or token."""
     step_decay: float | None = None
     """Weight of step k is step_decay ** k; default: 0.8."""
     step_weights: StepWeights | None = None

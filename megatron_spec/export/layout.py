@@ -37,6 +37,7 @@ WEIGHTS = "model.safetensors"
 SERVED_BY: dict[str, tuple[str, ...]] = {
     "qk_norm": ("vllm",), "attention_bias": ("vllm",), "mlp_bias": ("vllm",), "fc_bias": ("sglang",),
     "norm_before_residual": ("vllm",), "sliding_window": ("vllm",), "parallel_drafting": ("vllm",),
+    "own_embed_tokens": ("vllm",),
 }  # fmt: skip
 """Option or property of `EagleConfig` -> engines that compute it; every engine computes what is not listed."""
 SHARED_SCALE = (

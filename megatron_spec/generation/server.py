@@ -25,6 +25,7 @@ from megatron_spec.data.conversations import parse_message
 from megatron_spec.generation.answer_file import AnswerFile, opening
 from megatron_spec.generation.answers import Message
 from megatron_spec.generation.prompts import Prompt
+from megatron_spec.runtime import lock
 
 log = logging.getLogger(__name__)
 
@@ -317,8 +318,8 @@ def generate_from_server(
         report: called after every conversation.
         sleep: replaced in tests.
 
-    Raises UserError when the settings differ from those of an earlier run, when the server does not have the model, or
-    when no endpoint answers any more.
+    Raises UserError when the settings differ from those of an earlier run, when another run writes to `output`, when
+    the server does not have the model, or when no endpoint answers any more.
     """
 
     async def main() -> Totals:
@@ -334,7 +335,8 @@ def generate_from_server(
             for client in endpoints.clients:
                 await client.close()
 
-    totals = asyncio.run(main())
+    with lock.exclusive(output, file=True):
+        totals = asyncio.run(main())
     why = f" ({output}.rejected lists the reasons)" if totals.rejected else ""
     log.info(
         "%s: %d answered, %d rejected%s, %.0f tokens/s", output, totals.written, totals.rejected, why, totals.speed

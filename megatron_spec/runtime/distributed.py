@@ -264,10 +264,10 @@ def together(action: Callable[[], T]) -> T:
 
 
 @contextmanager
-def sole_run(folder: Path | str, world: World) -> Iterator[None]:
-    """Inside, this run owns an output folder. Collective; raises UserError naming the run that already owns it."""
+def sole_run(output: Path | str, world: World, file: bool = False) -> Iterator[None]:
+    """Inside, this run owns an output folder, or file. Collective; raises UserError naming the run that owns it."""
     with ExitStack() as stack:
-        together(lambda: stack.enter_context(lock.exclusive(folder)) if world.rank == 0 else None)
+        together(lambda: stack.enter_context(lock.exclusive(output, file)) if world.rank == 0 else None)
         yield
 
 

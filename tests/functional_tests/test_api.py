@@ -227,6 +227,41 @@ def test_user_training_loop_resumes(tmp_path: Path) -> None:
         resolve_run(run)  # what data it has read is unknown
 
 
+def misuses(root: str) -> list[int]:
+    """Refusals, before anything is written; and a quantisation of single micro-batches."""
+    import torch
+
+    import megatron_spec
+    from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from tests.tiny import make_batch
+
+    base = load_base(inspect_base(f"{root}/base"), megatron_spec.initialize())
+    wrong: list[Any] = ["eagle3", ["eagle3"], {"eagle3": {}}, ("eagle3", {})]
+    for drafts in wrong:
+        with pytest.raises(UserError, match=r"expected a list of one pair such as \('eagle3', \{\}\)"):
+            megatron_spec.convert(base, drafts)
+    model = megatron_spec.convert(base, [("medusa", {})])
+    optimizer = torch.optim.AdamW(model.draft.parameters())
+    with pytest.raises(UserError, match=r"found a torch.optim.adamw.AdamW, expected an optimizer of megatron-core"):
+        megatron_spec.save(model, f"{root}/saved", optimizer=optimizer)
+    megatron_spec.save(model, f"{root}/without")
+    with pytest.raises(UserError, match="expected an optimizer of megatron-core"):
+        megatron_spec.load_optimizer(model, f"{root}/without", optimizer)
+    prompts: list[Any] = [["hello"], "hello", [5, 6]]
+    for given in prompts:
+        with pytest.raises(UserError, match="expected lists of token ids"):
+            megatron_spec.decode(model, given)
+    batches = [make_batch(2, 24, seed=i) for i in range(2)]
+    return [len(megatron_spec.quantize(model, steps)) for steps in (batches, [[batch] for batch in batches])]
+
+
+def test_arguments_of_another_form_are_refused(tmp_path: Path) -> None:
+    make_base(tmp_path / "base")
+    first, second = run_world(1, misuses, str(tmp_path))[0]
+    assert first == second > 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "without"]
+
+
 def draws(root: str) -> dict[str, list[float]]:
     """Losses of one batch in four calls of an untrained draft, and of two with a checkpoint between them."""
     import torch

@@ -482,7 +482,7 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     assert "no engine loads an eagle-mtp" in check_exportable(presets.eagle_config(base, "eagle-mtp"), base)[0]
     assert check_exportable(presets.eagle_config(base), base) == []
     own = presets.eagle_config(base, overrides={"own_embed_tokens": True})
-    assert "only vllm reads such an embedding" in check_exportable(own, base)[0]
+    assert "own_embed_tokens: only vllm computes" in check_exportable(own, base)[0]
     five = presets.eagle_config(base, "eagle3", {"capture_layer_ids": "five"})
     assert check_exportable(five, base) == [
         "this draft has 5 capture_layer_ids, and engines were only tested with 3: try yours before a long training"
