@@ -346,7 +346,7 @@ def validate(
     try:
         report = validation.validate(
             model.base, model.draft, read_prompts(str(prompts), num_prompts), opened, config or DecodeConfig(),
-            stop_ids=set(stop_token_ids(folder, opened)), draft_lens=draft_lens,
+            stop_ids=set(stop_token_ids(folder, opened, model.reference.path)), draft_lens=draft_lens,
         )  # fmt: skip
     finally:
         model.draft.train(was_training)
