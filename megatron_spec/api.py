@@ -62,7 +62,8 @@ from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import base_amax_state
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed, platform
-from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.distributed import World, together
+from megatron_spec.runtime.files import write_json
 
 MAIN_GUARD = (
     "large files are tokenised in processes that import this program once more: put its code into a function that is "
@@ -142,10 +143,13 @@ def _world_of(model: Any) -> World:
 
 def _draft_config(drafts: Sequence[tuple[str, Any]], reference: BaseReference, vocab: DraftVocab) -> DraftConfig:
     kinds = draft_kinds()
-    if len(drafts) != 1 or drafts[0][0] not in kinds:
-        found, known = [name for name, _ in drafts], ", ".join(sorted(kinds))
+    given: list[Any] = list(drafts) if isinstance(drafts, (list, tuple)) else [drafts]
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in given):
+        raise UserError(f"convert: found drafts {drafts!r}, expected a list of one pair such as ('eagle3', {{}})")
+    if len(given) != 1 or given[0][0] not in kinds:
+        found, known = [name for name, _ in given], ", ".join(sorted(kinds))
         raise UserError(f"convert: found drafts {found}, expected exactly one, of kind {known}")
-    kind, config = drafts[0]
+    kind, config = given[0]
     if not isinstance(config, Config):
         return fresh_config(reference, kind, dict(config or {}), vocab)
     if not isinstance(config, kinds[kind]):
@@ -246,13 +250,26 @@ def _frozen(model: Any, reference: BaseReference, world: World, config: DraftCon
 
 
 def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer: Any = None, keep: int = 0) -> Path:
-    """Save the draft (and optimizer) as a checkpoint for the scripts and `load`. Collective."""
+    """Save the draft (and optimizer) as a checkpoint for the scripts and `load`. Collective.
+
+    Args:
+        optimizer: megatron-core's, as `training.optimizer.build_optimizer` makes it.
+    """
+    _check_optimizer(optimizer)
     spec = CheckpointSpec(link(model.reference), model.draft.config, model.quant, iteration)  # type: ignore[arg-type]
     amax = base_amax_state(model.base) if model.quant is not None and model.quant.base != "none" else None
     extra = {"iteration": iteration, "consumed_samples": 0, "objective": model.objective.to_dict()}
     return sharded.save(
         folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax, keep=keep
     )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if optimizer is not None and not hasattr(optimizer, "sharded_state_dict"):
+        raise UserError(
+            f"found a {type(optimizer).__module__}.{type(optimizer).__name__}, expected an optimizer of megatron-core "
+            "(training.optimizer.build_optimizer): keep the state of another one yourself"
+        )
 
 
 def load(
@@ -281,13 +298,16 @@ def load_optimizer(model: SpecModel, folder: str | Path, optimizer: Any) -> int:
 
     Returns the iteration of the checkpoint. Raises UserError if it has no matching optimizer state.
     """
+    _check_optimizer(optimizer)
     return int(sharded.load(resolve(folder), model.draft, model.world, optimizer=optimizer)["iteration"])
 
 
-def quantize(model: SpecModel, batches: Sequence[list[Batch]], quant: QuantConfig | None = None) -> list[LayerReport]:
+def quantize(
+    model: SpecModel, batches: Sequence[Batch | list[Batch]], quant: QuantConfig | None = None
+) -> list[LayerReport]:
     """Attach fp8 fake quantisers and calibrate them on micro-batches, through all draft steps. Collective."""
     quant = quant or QuantConfig()
-    steps = [_on_device(step, model.world) for step in batches]
+    steps = [_on_device([step] if isinstance(step, Batch) else step, model.world) for step in batches]
     report = calibrate(model.base, model.draft, model.source, steps, model.objective, quant, model.world)
     model.quant = quant
     return report
@@ -324,12 +344,15 @@ def validate(
     was_training = model.draft.training
     model.draft.eval()
     try:
-        return validation.validate(
+        report = validation.validate(
             model.base, model.draft, read_prompts(str(prompts), num_prompts), opened, config or DecodeConfig(),
-            stop_ids=set(stop_token_ids(folder, opened)), draft_lens=draft_lens, output=output,
+            stop_ids=set(stop_token_ids(folder, opened)), draft_lens=draft_lens,
         )  # fmt: skip
     finally:
         model.draft.train(was_training)
+    if output is not None:  # without a journal: what a killed run measured may be of a draft that trained on since
+        together(lambda: write_json(output, report.to_dict()) if model.base.world.rank == 0 else None)
+    return report
 
 
 def decode(
@@ -341,6 +364,8 @@ def decode(
     Args:
         stop_ids: tokens that end an answer; default: the base's.
     """
+    if any(isinstance(prompt, (str, int)) for prompt in prompts):
+        raise UserError("decode: found text or a single prompt, expected lists of token ids, one for each prompt")
     was_training = model.draft.training
     model.draft.eval()
     try:

@@ -84,7 +84,9 @@ def parameters_of(checkpoints: list[str]) -> list[dict[str, Any]]:
 
 
 PROGRAM = """
+import contextlib
 import json
+from pathlib import Path
 
 import torch
 
@@ -92,6 +94,7 @@ import megatron_spec
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.commands.convert import draft_kinds
 from megatron_spec.config import DecodeConfig, ObjectiveConfig
+from megatron_spec.evaluation.validate import _Validation
 from tests.tiny import make_batch
 
 
@@ -109,7 +112,13 @@ def main() -> None:
         assert fresh.draft.config.algorithm == ("eagle3" if kind == "eagle" else kind)
         fresh(make_batch(2, 24, seed=0))[0].total.backward()
     few = DecodeConfig(max_draft_len=2, max_new_tokens=5, batch_size=2)
-    report = megatron_spec.validate(model, "train.jsonl", few, num_prompts=2)
+    measure, _Validation._measure = _Validation._measure, None  # what it measured stays nowhere: the draft may train on
+    with contextlib.suppress(TypeError):
+        megatron_spec.validate(model, "train.jsonl", few, num_prompts=2, output="report.json")
+    assert not list(Path().glob("report.json*"))
+    _Validation._measure = measure
+    report = megatron_spec.validate(model, "train.jsonl", few, num_prompts=2, output="report.json")
+    assert json.loads(Path("report.json").read_text()) == json.loads(json.dumps(report.to_dict()))
     prompts = [[5, 6, 7], [8, 9]]
     drafted = megatron_spec.decode(model, prompts, few)
     alone = megatron_spec.decode(model, prompts, few, speculate=False)
@@ -225,6 +234,41 @@ def test_user_training_loop_resumes(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(UserError, match=r"another training loop .* start a run from it with --load"):
         resolve_run(run)  # what data it has read is unknown
+
+
+def misuses(root: str) -> list[int]:
+    """Refusals, before anything is written; and a quantisation of single micro-batches."""
+    import torch
+
+    import megatron_spec
+    from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from tests.tiny import make_batch
+
+    base = load_base(inspect_base(f"{root}/base"), megatron_spec.initialize())
+    wrong: list[Any] = ["eagle3", ["eagle3"], {"eagle3": {}}, ("eagle3", {})]
+    for drafts in wrong:
+        with pytest.raises(UserError, match=r"expected a list of one pair such as \('eagle3', \{\}\)"):
+            megatron_spec.convert(base, drafts)
+    model = megatron_spec.convert(base, [("medusa", {})])
+    optimizer = torch.optim.AdamW(model.draft.parameters())
+    with pytest.raises(UserError, match=r"found a torch.optim.adamw.AdamW, expected an optimizer of megatron-core"):
+        megatron_spec.save(model, f"{root}/saved", optimizer=optimizer)
+    megatron_spec.save(model, f"{root}/without")
+    with pytest.raises(UserError, match="expected an optimizer of megatron-core"):
+        megatron_spec.load_optimizer(model, f"{root}/without", optimizer)
+    prompts: list[Any] = [["hello"], "hello", [5, 6]]
+    for given in prompts:
+        with pytest.raises(UserError, match="expected lists of token ids"):
+            megatron_spec.decode(model, given)
+    batches = [make_batch(2, 24, seed=i) for i in range(2)]
+    return [len(megatron_spec.quantize(model, steps)) for steps in (batches, [[batch] for batch in batches])]
+
+
+def test_arguments_of_another_form_are_refused(tmp_path: Path) -> None:
+    make_base(tmp_path / "base")
+    first, second = run_world(1, misuses, str(tmp_path))[0]
+    assert first == second > 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "without"]
 
 
 def draws(root: str) -> dict[str, list[float]]:
