@@ -137,8 +137,12 @@ def _other_base(model: Any, config: BaseConfig) -> str | None:
     if not (config.attention_bias or config.mlp_bias or (config.moe and config.moe.bias)):
         own |= {"add_bias_linear": False, "add_qkv_bias": config.qkv_bias}
     expected = {name: (value,) for name, value in own.items() if value is not None}
-    if not (latent or config.attention_sinks or config.window):
-        expected |= HIDDEN
+    if not latent:
+        special = {"window_size"} if config.window else set()
+        special |= (
+            {"softmax_type", "activation_func_clamp_value", "glu_linear_offset"} if config.attention_sinks else set()
+        )
+        expected |= {name: fit for name, fit in HIDDEN.items() if name not in special}
     found = {name: getattr(core, name, fit[0]) for name, fit in expected.items()}  # an older one has fewer options
     tied = "share_embeddings_and_output_weights"
     found[tied], expected[tied] = getattr(model, tied), (config.tie_word_embeddings,)

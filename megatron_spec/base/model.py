@@ -275,8 +275,14 @@ class FrozenBase(CoreStage):
                 "a wrapped model keeps its own causal attention and cannot run packed documents, context "
                 "parallelism or a cache: load the base with load_base, or give one document per row"
             )
+        S, window = batch.tokens_BS.shape[1], self.config.window
+        if window is not None and window < S and getattr(self.model.config, "window_size", None) is None:
+            raise UserError(
+                f"the base has a sliding window of {window} tokens, the wrapped model none (window_size), and a row has "
+                f"{S} tokens: build the model with the window, use shorter rows, or load the base with load_base"
+            )
         # Fused kernels expect one row of angles for the whole batch.
-        return rotary_angles(torch.arange(batch.tokens_BS.shape[1], device=self.world.device)[None], self.inv_freq)
+        return rotary_angles(torch.arange(S, device=self.world.device)[None], self.inv_freq)
 
     @torch.no_grad()
     def forward(self, batch: Batch, visibility: Visibility, relayed: Tensor | None) -> tuple[Tensor, list[Tensor]]:
