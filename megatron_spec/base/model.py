@@ -278,8 +278,8 @@ class FrozenBase(CoreStage):
         S, window = batch.tokens_BS.shape[1], self.config.window
         if window is not None and window < S and getattr(self.model.config, "window_size", None) is None:
             raise UserError(
-                f"the base has a sliding window of {window} tokens, the wrapped model none (window_size), and a row has "
-                f"{S} tokens: build the model with the window, use shorter rows, or load the base with load_base"
+                f"the base has a sliding window of {window}, the wrapped model none (window_size), and rows have "
+                f"{S} tokens: build the model with it, use shorter rows, or load the base with load_base"
             )
         # Fused kernels expect one row of angles for the whole batch.
         return rotary_angles(torch.arange(S, device=self.world.device)[None], self.inv_freq)

@@ -97,7 +97,7 @@ def test_rows_longer_than_a_window_that_the_model_lacks(config: BaseConfig, worl
     """Mistral in a model without window_size: equal up to the window, another base beyond it."""
     base = FrozenBase.wrap(gpt({}, {}), config.replace(window=12, window_layers=(0, 1)), world, (0,))
     assert run_base(base, [make_batch(1, 12, seed=0, vocab_size=83)])[0][1].shape == (12, 1, 32)
-    with pytest.raises(UserError, match=r"window of 12 tokens, the wrapped model none .* a row has 13 tokens"):
+    with pytest.raises(UserError, match=r"window of 12, the wrapped model none .* rows have 13 tokens"):
         run_base(base, [make_batch(1, 13, seed=0, vocab_size=83)])
 
 
