@@ -171,6 +171,15 @@ def _other_angles(model: Any, config: BaseConfig) -> list[str]:
     ]
 
 
+def check_rows(model: Any, config: BaseConfig, tokens: int) -> None:
+    """Raise UserError for rows of a user's model that only a sliding window, which it lacks, would cut."""
+    if config.window is not None and config.window < tokens and getattr(model.config, "window_size", None) is None:
+        raise UserError(
+            f"the base has a sliding window of {config.window}, the wrapped model none (window_size), and rows have "
+            f"{tokens} tokens: build the model with it, use shorter rows, or load the base with load_base"
+        )
+
+
 def stage_counts(model: Any, config: BaseConfig, pp: dist.ProcessGroup) -> list[int]:
     """Transformer layers of every pipeline stage. Collective over `pp`, whose ranks refuse a model together.
 
