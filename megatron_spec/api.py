@@ -62,7 +62,8 @@ from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import base_amax_state
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed, platform
-from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.distributed import World, together
+from megatron_spec.runtime.files import write_json
 
 MAIN_GUARD = (
     "large files are tokenised in processes that import this program once more: put its code into a function that is "
@@ -343,12 +344,15 @@ def validate(
     was_training = model.draft.training
     model.draft.eval()
     try:
-        return validation.validate(
+        report = validation.validate(
             model.base, model.draft, read_prompts(str(prompts), num_prompts), opened, config or DecodeConfig(),
-            stop_ids=set(stop_token_ids(folder, opened)), draft_lens=draft_lens, output=output,
+            stop_ids=set(stop_token_ids(folder, opened, model.reference.path)), draft_lens=draft_lens,
         )  # fmt: skip
     finally:
         model.draft.train(was_training)
+    if output is not None:  # without a journal: what a killed run measured may be of a draft that trained on since
+        together(lambda: write_json(output, report.to_dict()) if model.base.world.rank == 0 else None)
+    return report
 
 
 def decode(

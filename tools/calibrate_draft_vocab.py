@@ -106,7 +106,7 @@ def calibrate(args: argparse.Namespace) -> None:
 
     source = args.tokenizer or model
     tokenizer = load_tokenizer(source)
-    stops = stop_token_ids(source, tokenizer)
+    stops = stop_token_ids(source, tokenizer, model)
     dataset = open_dataset(
         args.data, source, args.seq_length, args.data_cache_path,
         vocab_size=vocab_size, template_kwargs=args.chat_template_kwargs, workers=args.num_workers,

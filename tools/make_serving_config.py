@@ -56,6 +56,7 @@ ONLY = {
 }
 """Flags with a single use; refused elsewhere."""
 METHODS = ["exported", "ngram", "sa", "draft_target", "pard", "mtp"]
+PORT = 8000
 TWINS = argparse.BooleanOptionalAction
 
 
@@ -93,7 +94,6 @@ def make_parser() -> cli.Parser:
     p.add_argument(
         "--port",
         type=port,
-        default=8000,
         help="HTTP port; triton: gRPC and metrics use the next two (default: 8000)",
     )
     p.add_argument("--output", metavar="PATH", help="file, or folder for triton (default: standard output)")
@@ -242,9 +242,10 @@ def triton(args: argparse.Namespace, plan: Speculation) -> str:
     models = vllm.triton_models(plan, base, name, other, args.tp_size, round(share, 2))
     vllm.write_triton_repository(args.output, models)
     loaded = list(models) if args.load_all else [name]
-    command = vllm.triton_command(str(Path(args.output).resolve()), loaded, args.port)
+    number = args.port or PORT
+    command = vllm.triton_command(str(Path(args.output).resolve()), loaded, number)
     if args.docker:
-        ports, inside = range(args.port, args.port + 3), [json.dumps(model) for model in models.values()]
+        ports, inside = range(number, number + 3), [json.dumps(model) for model in models.values()]
         hub = from_hub(base, plan.model, other and other.model)
         command = docker_command(args.image or vllm.TRITON_IMAGE, command, ports, inside, hub=hub)
     return shlex.join(command) + "\n"
@@ -260,33 +261,36 @@ def trtllm_file(args: argparse.Namespace, plan: Speculation) -> str:
     path = trtllm.options_path(args.output)
     known = args.base or (args.export_dir and (Path(args.export_dir) / "base").is_dir())
     base = target(args) if known else None
+    if base is None and args.port is not None:
+        raise UserError("--port is of a command for a server of one target: give --base, or leave it out")
     names = {f.name for f in dataclasses.fields(trtllm.EngineOptions)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     options = trtllm.EngineOptions(**given)
-    content = trtllm.trtllm_yaml(plan, base, path, options, args.port)
+    number = args.port or PORT
+    content = trtllm.trtllm_yaml(plan, base, path, options, number)
     if not args.docker:
         return content
     if base is None or not args.output:
         raise UserError("--docker mounts the YAML file for a server of one target: give --base and --output")
-    inside = trtllm.serve_command(base, path, args.port, args.tp_size, host="0.0.0.0")
+    inside = trtllm.serve_command(base, path, number, args.tp_size, host="0.0.0.0")
     image = args.image or (trtllm.OLDER_IMAGE if options.older else trtllm.IMAGE)
     command = docker_command(
-        image, inside, [args.port], [plan.model or ""], written=[path], hub=from_hub(base, plan.model)
+        image, inside, [number], [plan.model or ""], written=[path], hub=from_hub(base, plan.model)
     )
     return f"# {shlex.join(command)}\n" + content
 
 
 def command_line(args: argparse.Namespace, plan: Speculation) -> str:
     """The command that starts vLLM or SGLang."""
-    base = target(args)
+    base, number = target(args), args.port or PORT
     if args.engine == "vllm":
-        command, image = vllm.vllm_command(plan, base, args.port, args.tp_size), vllm.IMAGE
+        command, image = vllm.vllm_command(plan, base, number, args.tp_size), vllm.IMAGE
         command = ["--model", *command[2:]] if args.docker else command  # the image starts `vllm serve` itself
     else:
         host, image = "0.0.0.0" if args.docker else None, sglang.IMAGE
-        command = sglang.sglang_command(plan, base, args.port, args.tp_size, host)
+        command = sglang.sglang_command(plan, base, number, args.tp_size, host)
     if args.docker:
-        command = docker_command(args.image or image, command, [args.port], hub=from_hub(base, plan.model))
+        command = docker_command(args.image or image, command, [number], hub=from_hub(base, plan.model))
     return shlex.join(command) + "\n"
 
 

@@ -27,7 +27,6 @@ from megatron_spec.config import (
     DecodeConfig,
     UserError,
 )
-from megatron_spec.data.tokenizer import stop_token_ids
 from megatron_spec.decoding.options import (
     WITHOUT_DRAFT,
 )
@@ -117,7 +116,7 @@ def _measure(
     report = run_validation(
         models.base, models.draft, prompts, inputs.tokenizer, inputs.decode, draft_lens=run.draft_lens, about=about,
         output=_report_path(run),
-        stop_ids=set(stop_token_ids(inputs.source, inputs.tokenizer)), template_kwargs=run.chat_template_kwargs,
+        stop_ids=inputs.stop_ids, template_kwargs=run.chat_template_kwargs,
     )  # fmt: skip
     if run.html_output is not None and world.rank == 0:
         html.write_html(run.html_output, {draft: report.to_dict()})
@@ -187,7 +186,7 @@ def generate(run: GenerateRun) -> int:
 
 def _generate(run: GenerateRun, prompts: list[Prompt], inputs: Inputs) -> int:
     output, dtype = run.output, torch.bfloat16 if run.bf16 else torch.float32
-    stop_ids = set(stop_token_ids(inputs.source, inputs.tokenizer))
+    stop_ids = inputs.stop_ids
     asking = inputs.decode.replace(temperature=1.0 if run.question_temperature is None else run.question_temperature)
     questions = Path(f"{output}.questions.jsonl")
     # All checks that need no weights come before reading weights.

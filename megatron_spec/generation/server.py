@@ -26,6 +26,7 @@ from megatron_spec.generation.answer_file import AnswerFile, opening
 from megatron_spec.generation.answers import Message
 from megatron_spec.generation.prompts import Prompt
 from megatron_spec.runtime import lock
+from megatron_spec.runtime.files import writing
 
 log = logging.getLogger(__name__)
 
@@ -293,7 +294,7 @@ async def _generate(
             totals.retries, totals.seconds = endpoints.retried, time.monotonic() - start
             report(totals)
 
-    with good, bad:
+    with writing(output), good, bad:
         tasks = [asyncio.ensure_future(work()) for _ in range(options.concurrency)]
         try:
             await asyncio.gather(*tasks)
