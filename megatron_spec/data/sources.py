@@ -116,8 +116,8 @@ def find_sources(name: str, split: str | None = None) -> list[Source]:
             raise UserError(f"{path} holds no file that ends with {', '.join(_SUFFIXES)}")
         if others := sorted(p.name for p in path.iterdir() if p.name.endswith(_UNREAD)):
             raise UserError(
-                f"{path}: found {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}, expected files that end with "
-                f"{', '.join(_SUFFIXES)}: convert or move the others"
+                f"{path}: found {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}, expected files that end "
+                f"with {', '.join(_SUFFIXES)}: convert or move the others"
             )
     elif path.is_file():
         if name.endswith(_UNREAD):
