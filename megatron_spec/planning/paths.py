@@ -162,8 +162,8 @@ _PATHS = (
         "frozen or trained", "fused_head in bf16", f"{_GPU}::test_fp8_head", _draft_head_fp8,
     ),
     Path(
-        "teacher_fp8", "base: its head in real fp8 (E4M3), together with its layers, for the teacher", "teacher_kernel in bf16",
-        f"{_GPU}::test_fp8_teacher", _teacher_fp8,
+        "teacher_fp8", "base: its head in real fp8 (E4M3), together with its layers, for the teacher",
+        "teacher_kernel in bf16", f"{_GPU}::test_fp8_teacher", _teacher_fp8,
     ),
     Path(
         "draft_layer",
