@@ -148,7 +148,7 @@ def exported(
 def _unserved(config: dict[str, Any]) -> dict[Any, str]:
     """`Speculation.unserved` of a block draft with a readable config.json; {} for other drafts."""
     try:
-        return dict(unserved(config_of(config))) if algorithm_of(config) is not None else {}
+        return dict(unserved(config_of(config), config)) if algorithm_of(config) is not None else {}
     except UserError:
         return {}
 

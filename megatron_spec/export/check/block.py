@@ -49,7 +49,7 @@ def _precision(folder: Folder) -> Iterator[Finding]:
 
 def _served(folder: Folder) -> Iterator[Finding]:
     config = _block(folder)
-    for engine, why in unserved(config).items() if config is not None else ():
+    for engine, why in unserved(config, folder.config).items() if config is not None else ():
         yield Finding(
             "served", f"{engine} does not compute this draft: {why}", "serve it with another engine, or train it the "
             "way this engine computes it", (cast(Engine, engine),),

@@ -67,7 +67,7 @@ class Home:
             )
             vocab = DraftVocab(ids, V)
             config: Any = presets.medusa_config(self.reference.config, 3)
-            if algorithm == "dflash":
+            if algorithm in ("dflash", "dspark"):
                 config = presets.block_config(self.reference.config, algorithm, overrides)
             elif algorithm != "medusa":
                 asked = {"draft_vocab_size": len(vocab), **overrides}
@@ -200,6 +200,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "p-eagle": ("p-eagle", {"mask_token_id": 3}), "eagle1": ("eagle1", {}), "medusa": ("medusa", {}),
     "dflash": ("dflash", {"mask_token_id": 3, "block_size": 3, "num_hidden_layers": 1,
                           "capture_layer_ids": list(IDS)}),
+    "dspark": ("dspark", {"mask_token_id": 3, "block_size": 3, "num_hidden_layers": 1,
+                          "capture_layer_ids": list(IDS)}),
     "heads": ("dflash", {"mask_token_id": 3, "block_size": 3, "num_attention_heads": 6, "num_key_value_heads": 6,
                          "head_dim": 16, "capture_layer_ids": list(IDS)}),
     "options": ("eagle3", {"qk_norm": True, "attention_bias": True, "norm_before_residual": True,
@@ -301,6 +303,12 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "dflash, soft cap": ("dflash", lambda c, t: inside(c, t, final_logit_softcapping=20.0), "final_logit_softcapping"),
     "dflash, key": ("dflash", lambda c, t: ({**c, "output_multiplier": 0.2}, t), "output_multiplier"),
     "dflash, two sizes": ("dflash", lambda c, t: inside(c, t, block_size=9), "block_size is 3 at the top level and 9"),
+    "dflash, two windows": (
+        "dflash", lambda c, t: inside({**c, "sliding_window": 8}, t, use_swa=True, swa_window_size=9), "and swa_window_si"
+    ),
+    "dflash, interleaved rotary": ("dflash", lambda c, t: ({**c, "is_neox_style": False}, t), "interleaved pairs"),
+    "dflash, anchor": ("dflash", lambda c, t: inside(c, t, sample_from_anchor=True), "sample_from_anchor True"),
+    "dspark, anchor": ("dspark", lambda c, t: ({**c, "sample_from_anchor": False}, t), "sample_from_anchor False"),
     "dflash, no object": ("dflash", lambda c, t: ({**c, "dflash_config": 3}, t), "dflash_config is 3"),
     "activation": ("eagle3", lambda c, t: ({**c, "hidden_act": "gelu"}, t), "hidden_act"),
     "window": ("eagle3", lambda c, t: ({**c, "sliding_window": 8}, t), "sliding_window"),
@@ -366,6 +374,14 @@ def test_unreadable_drafts_are_refused_by_reader_and_checker(home: Home, tmp_pat
     with pytest.raises(UserError, match=message):
         open_draft(folder, home.reference)
     assert [f for f in check_folder(folder, base=home.base) if not f.warning]
+
+
+def test_a_mask_embedding_is_not_lost(home: Home, tmp_path: Path) -> None:
+    kind, overrides = KINDS["dflash"]
+    folder = write(tmp_path / "d", *home.export("dflash", kind, **overrides))
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(UserError, match="mask_embedding.pt holds an embedding"):
+        open_draft(folder, home.reference)
 
 
 @pytest.mark.parametrize("found", ["LlamaForCausalLMEagle3", 1, [1], {"a": 1}])

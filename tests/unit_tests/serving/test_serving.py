@@ -184,6 +184,8 @@ def test_block_drafts_pard_and_lookup(tmp_path: Path, caplog: pytest.LogCaptureF
     for refuses in (lambda: sglang_command(exported(causal), "/b"), lambda: trtllm_config(exported(causal))):
         with pytest.raises(UserError, match=r"does not serve this draft: without a window .*; serve it with vLLM"):
             refuses()
+    named = draft(tmp_path / "named", architectures=["DFlashDraftModel"], **shape, dflash_config=inside, is_causal=True)
+    assert "DFLASH" in sglang_command(exported(named), "/b")
     pard = Speculation("pard", 4, "/small")
     assert trtllm_config(pard)["speculative_config"]["decoding_type"] == "PARD"
     assert speculative_config(pard)["parallel_drafting"] is True
