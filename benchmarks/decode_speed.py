@@ -54,7 +54,6 @@ class Bench:
         from megatron_spec.checkpoint.spec import locked
         from megatron_spec.commands.decode_inputs import load_models, resolve
         from megatron_spec.data.chat import ChatEncoder
-        from megatron_spec.data.tokenizer import stop_token_ids
         from megatron_spec.generation.prompts import Dialogue, ask_all, read_prompts
         from megatron_spec.runtime import distributed
 
@@ -74,7 +73,7 @@ class Bench:
             models = load_models(inputs, distributed.initialize(), getattr(torch, args.dtype), args.plain, "local")
         self.base, self.draft, self.config = models.base, models.draft, inputs.decode
         self.alone = DecodeConfig(max_new_tokens=args.max_new_tokens, batch_size=1, temperature=args.temperature)
-        self.stop_ids = set(stop_token_ids(inputs.source, inputs.tokenizer))
+        self.stop_ids = inputs.stop_ids
         encoder = ChatEncoder(inputs.tokenizer, self.stop_ids, vocab_size=self.base.vocab_size)
         limit = self.base.config.max_position_embeddings
         self.sets: dict[str, list[list[int]]] = {}

@@ -15,6 +15,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         family="llama", hidden_size=128, intermediate_size=256, num_layers=8, num_attention_heads=8,
         num_key_value_heads=4, head_dim=16, vocab_size=512, max_position_embeddings=512,
     ),
+    "smollm2-135m": dict(
+        family="llama", hidden_size=576, intermediate_size=1536, num_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=64, vocab_size=49152, max_position_embeddings=8192,
+        rope={"theta": 100000.0}, tie_word_embeddings=True,
+    ),
     "llama-3.2-3b": dict(
         _LLAMA, hidden_size=3072, intermediate_size=8192, num_layers=28, num_attention_heads=24,
     ),

@@ -26,7 +26,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch
 from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.base_import import BaseReference
+from megatron_spec.checkpoint.base_import import COMPUTES, BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, recorded_objective, resolve
 from megatron_spec.commands.convert import draft_kinds, first_draft, fresh_config, own_module, published_draft
 from megatron_spec.commands.runs import ConvertRun
@@ -47,6 +47,7 @@ from megatron_spec.config import (
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding import engine
 from megatron_spec.drafts.contract import Draft, DraftLosses
+from megatron_spec.drafts.randomness import step_of
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.evaluation import validate as validation
 from megatron_spec.evaluation.report import Report
@@ -61,7 +62,8 @@ from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import base_amax_state
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed, platform
-from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.distributed import World, together
+from megatron_spec.runtime.files import write_json
 
 MAIN_GUARD = (
     "large files are tokenised in processes that import this program once more: put its code into a function that is "
@@ -79,6 +81,8 @@ class SpecModel:
         objective: draft steps, loss and alignment.
         reference: the base on disk, needed to save and export.
         quant: the quantisation policy, if quantised.
+        iteration: calls with gradients so far. It decides, with torch's seed, what a draft draws (anchors, dropped
+            rows, noise), and `ObjectiveConfig.backbone_iters` counts it; `load` sets it to the iteration saved.
     """
 
     base: FrozenBase
@@ -87,6 +91,7 @@ class SpecModel:
     reference: BaseReference
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     quant: QuantConfig | None = None
+    iteration: int = 0
 
     def __post_init__(self) -> None:
         self.objective = presets.objective_for(self.draft.config, self.objective)  # type: ignore[arg-type]
@@ -102,13 +107,22 @@ class SpecModel:
         return OnlineFeatures(self.base)
 
     def __call__(self, batches: Batch | list[Batch]) -> list[DraftLosses]:
-        """Losses of this rank's micro-batches. Sums: divide gradients by the supervised rows of the global batch.
+        """Losses of this rank's micro-batches. Sums: divide gradients by the supervised rows of the global batch, after
+        they are summed over all ranks that hold this shard of the draft (docs/scale.md#a-training-loop-of-your-own).
 
         Args:
             batches: all micro-batches of this pipeline group, the same list on all its ranks.
         """
-        given = [batches] if isinstance(batches, Batch) else batches
-        return [self.draft(f, self.base, self.objective) for f in self.source.features(given)]
+        given = _on_device([batches] if isinstance(batches, Batch) else batches, self.world)
+        features, objective = self.source.features(given), self.objective.at(self.iteration)
+        with step_of(self.iteration):
+            losses = [self.draft(f, self.base, objective) for f in features]
+        self.iteration += self.draft.training and torch.is_grad_enabled()
+        return losses
+
+
+def _on_device(batches: list[Batch], world: World) -> list[Batch]:
+    return [batch if batch.tokens_BS.device.type == world.device.type else batch.to(world.device) for batch in batches]
 
 
 def initialize(parallel: ParallelConfig | None = None, seed: int = 1234) -> World:
@@ -129,10 +143,13 @@ def _world_of(model: Any) -> World:
 
 def _draft_config(drafts: Sequence[tuple[str, Any]], reference: BaseReference, vocab: DraftVocab) -> DraftConfig:
     kinds = draft_kinds()
-    if len(drafts) != 1 or drafts[0][0] not in kinds:
-        found, known = [name for name, _ in drafts], ", ".join(sorted(kinds))
+    given: list[Any] = list(drafts) if isinstance(drafts, (list, tuple)) else [drafts]
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in given):
+        raise UserError(f"convert: found drafts {drafts!r}, expected a list of one pair such as ('eagle3', {{}})")
+    if len(given) != 1 or given[0][0] not in kinds:
+        found, known = [name for name, _ in given], ", ".join(sorted(kinds))
         raise UserError(f"convert: found drafts {found}, expected exactly one, of kind {known}")
-    kind, config = drafts[0]
+    kind, config = given[0]
     if not isinstance(config, Config):
         return fresh_config(reference, kind, dict(config or {}), vocab)
     if not isinstance(config, kinds[kind]):
@@ -215,6 +232,12 @@ def _check_source(draft: str | Path | None, mtp_from_base: bool, fresh: dict[str
 
 def _frozen(model: Any, reference: BaseReference, world: World, config: DraftConfig) -> FrozenBase:
     if isinstance(model, FrozenBase):
+        pairs = {name: (getattr(model.config, name), getattr(reference.config, name)) for name in COMPUTES}
+        wrong = [
+            f"{name} is {own} in the base and {given} there" for name, (own, given) in pairs.items() if own != given
+        ]
+        if wrong:
+            raise UserError(f"convert: base_path {reference.path} has another base: {'; '.join(wrong)}")
         if not model.capture_layer_ids:
             model.capture(config.capture_layer_ids)
         if config.capture_layer_ids and tuple(model.capture_layer_ids) != tuple(config.capture_layer_ids):
@@ -227,13 +250,26 @@ def _frozen(model: Any, reference: BaseReference, world: World, config: DraftCon
 
 
 def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer: Any = None, keep: int = 0) -> Path:
-    """Save the draft (and optimizer) as a checkpoint for the scripts and `load`. Collective."""
+    """Save the draft (and optimizer) as a checkpoint for the scripts and `load`. Collective.
+
+    Args:
+        optimizer: megatron-core's, as `training.optimizer.build_optimizer` makes it.
+    """
+    _check_optimizer(optimizer)
     spec = CheckpointSpec(link(model.reference), model.draft.config, model.quant, iteration)  # type: ignore[arg-type]
     amax = base_amax_state(model.base) if model.quant is not None and model.quant.base != "none" else None
     extra = {"iteration": iteration, "consumed_samples": 0, "objective": model.objective.to_dict()}
     return sharded.save(
         folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax, keep=keep
     )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if optimizer is not None and not hasattr(optimizer, "sharded_state_dict"):
+        raise UserError(
+            f"found a {type(optimizer).__module__}.{type(optimizer).__name__}, expected an optimizer of megatron-core "
+            "(training.optimizer.build_optimizer): keep the state of another one yourself"
+        )
 
 
 def load(
@@ -253,7 +289,8 @@ def load(
     )  # fmt: skip
     known = loaded.extra.get("objective")
     objective = recorded_objective(loaded.spec.draft, known) if known else ObjectiveConfig()
-    return SpecModel(loaded.base, loaded.draft, loaded.vocab, loaded.base_ref, objective, loaded.spec.quant)
+    done = int(loaded.extra.get("iteration", 0))
+    return SpecModel(loaded.base, loaded.draft, loaded.vocab, loaded.base_ref, objective, loaded.spec.quant, done)
 
 
 def load_optimizer(model: SpecModel, folder: str | Path, optimizer: Any) -> int:
@@ -261,13 +298,17 @@ def load_optimizer(model: SpecModel, folder: str | Path, optimizer: Any) -> int:
 
     Returns the iteration of the checkpoint. Raises UserError if it has no matching optimizer state.
     """
+    _check_optimizer(optimizer)
     return int(sharded.load(resolve(folder), model.draft, model.world, optimizer=optimizer)["iteration"])
 
 
-def quantize(model: SpecModel, batches: Sequence[list[Batch]], quant: QuantConfig | None = None) -> list[LayerReport]:
+def quantize(
+    model: SpecModel, batches: Sequence[Batch | list[Batch]], quant: QuantConfig | None = None
+) -> list[LayerReport]:
     """Attach fp8 fake quantisers and calibrate them on micro-batches, through all draft steps. Collective."""
     quant = quant or QuantConfig()
-    report = calibrate(model.base, model.draft, model.source, batches, model.objective, quant, model.world)
+    steps = [_on_device([step] if isinstance(step, Batch) else step, model.world) for step in batches]
+    report = calibrate(model.base, model.draft, model.source, steps, model.objective, quant, model.world)
     model.quant = quant
     return report
 
@@ -303,12 +344,15 @@ def validate(
     was_training = model.draft.training
     model.draft.eval()
     try:
-        return validation.validate(
+        report = validation.validate(
             model.base, model.draft, read_prompts(str(prompts), num_prompts), opened, config or DecodeConfig(),
-            stop_ids=set(stop_token_ids(folder, opened)), draft_lens=draft_lens, output=output,
+            stop_ids=set(stop_token_ids(folder, opened, model.reference.path)), draft_lens=draft_lens,
         )  # fmt: skip
     finally:
         model.draft.train(was_training)
+    if output is not None:  # without a journal: what a killed run measured may be of a draft that trained on since
+        together(lambda: write_json(output, report.to_dict()) if model.base.world.rank == 0 else None)
+    return report
 
 
 def decode(
@@ -320,6 +364,8 @@ def decode(
     Args:
         stop_ids: tokens that end an answer; default: the base's.
     """
+    if any(isinstance(prompt, (str, int)) for prompt in prompts):
+        raise UserError("decode: found text or a single prompt, expected lists of token ids, one for each prompt")
     was_training = model.draft.training
     model.draft.eval()
     try:

@@ -77,7 +77,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse; reports all unknown and missing flags, invalid values and conflicts together, and exits."""
         words, problems, shapes = self._sort_out(sys.argv[1:] if args is None else list(args))
-        required = [a for a in self._actions if a.required and a.option_strings]
+        helped = any(word in ("-h", "--help") for word in words)  # then all flags are shown as they are
+        required = [a for a in self._actions if a.required and a.option_strings and not helped]
         for action in required:
             action.required = False
         found, unknown = self.parse_known_args(words, namespace)
@@ -85,12 +86,14 @@ class Parser(argparse.ArgumentParser):
         for action in required:
             action.required = True
         problems += [f"unexpected argument {word!r}" for word in unknown]
-        if missing and not (problems and all(word in ("-h", "--help") for word in words)):
+        if missing and not (problems and not words):
             names = ", ".join(a.option_strings[0] for a in missing)
             problems.append(f"the following arguments are required: {names}")
         if self.run_class is not None:
             found.base_shapes = shapes
-            found.run = _build(self.run_class, found, "", problems, complete=not missing)
+            flags = self._option_string_actions
+            given = {flags[name].dest for name in (word.partition("=")[0] for word in words) if name in flags}
+            found.run = _build(self.run_class, found, "", given, problems, complete=not missing)
         if problems:
             self.error(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems:", *problems]))
         return found
@@ -186,7 +189,7 @@ class Parser(argparse.ArgumentParser):
             options["action"] = Once
         optional = type(None) in typing.get_args(hint)
         default = None if field.default is dataclasses.MISSING else field.default
-        if default is not None and "default:" not in text:
+        if default not in (None, "") and "default:" not in text.lower():
             text += f" (default: {str(default).replace('%', '%%')})"
         required = field.default is dataclasses.MISSING and not optional
         flags = ["--" + flag_name(field), *_ALIASES.get(field.name, [])]
@@ -212,19 +215,20 @@ def _bounded(kind: Callable[[str], Any], least: float, text: str) -> Any:
 
 
 def _build(
-    cls: type[Config], found: argparse.Namespace, path: str, problems: list[str], complete: bool = True
-) -> Config | None:
+    cls: type[Config], found: argparse.Namespace, path: str, given: set[str], problems: list[str],
+    complete: bool = True,
+) -> Config | None:  # fmt: skip
     """The configuration from parsed flags; its errors are appended to `problems`."""
     hints, values = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         hint, dest = hints[field.name], path + field.name
         if isinstance(hint, type) and issubclass(hint, Config):
-            values[field.name] = _build(hint, found, f"{dest}.", problems)
+            values[field.name] = _build(hint, found, f"{dest}.", given, problems)
             complete = complete and values[field.name] is not None
         elif hasattr(found, dest):
             values[field.name] = getattr(found, dest)
     try:
-        return cls(**values) if complete else None
+        return cls.from_flags(values, (name for name in values if path + name in given)) if complete else None
     except UserError as e:
         problems.append(str(e))
         return None

@@ -48,13 +48,13 @@ def make_parser() -> cli.Parser:
     p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N (default: all)")
     p.add_argument("--concurrency", type=levels, default=[1], help="requests in flight, for example 1,2,4 (default: 1)")
     p.add_argument("--max-tokens", type=cli.at_least_one, default=128, help="maximum tokens per answer (default: 128)")
-    p.add_argument("--temperature", type=float, default=0.0)
+    p.add_argument("--temperature", type=float, default=0.0, help="of the answers (default: 0, the most likely token)")
     p.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens tokens (vLLM, SGLang)")
     p.add_argument(
         "--warm-up", type=cli.at_least_zero, default=2, metavar="N", help="requests before the measurement (default: 2)"
     )
     p.add_argument("--model", help="name of the served model (default: the server's first)")
-    p.add_argument("--api-key", default="none")
+    p.add_argument("--api-key", default="none", metavar="KEY", help="of the server, if it wants one")
     p.add_argument("--output", metavar="JSON", help="all figures")
     return p
 

@@ -37,7 +37,7 @@ def make_parser() -> cli.Parser:
     p.add_argument("--load", metavar="DIR", help="draft checkpoint whose vocabulary is written and measured")
     p.add_argument("--data", required=True, metavar="JSONL", help="training conversations with answers")
     p.add_argument("--draft-vocab-size", type=int, metavar="D", help="needed without --load")
-    p.add_argument("--save-dir", required=True, metavar="DIR")
+    p.add_argument("--save-dir", required=True, metavar="DIR", help="folder of the vocabulary")
     p.add_argument(
         "--seq-length",
         type=int,
@@ -106,7 +106,7 @@ def calibrate(args: argparse.Namespace) -> None:
 
     source = args.tokenizer or model
     tokenizer = load_tokenizer(source)
-    stops = stop_token_ids(source, tokenizer)
+    stops = stop_token_ids(source, tokenizer, model)
     dataset = open_dataset(
         args.data, source, args.seq_length, args.data_cache_path,
         vocab_size=vocab_size, template_kwargs=args.chat_template_kwargs, workers=args.num_workers,

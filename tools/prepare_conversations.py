@@ -28,7 +28,7 @@ def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
     p.add_argument("sources", nargs="+", metavar="SOURCE", help="file, folder, OWNER/NAME on the hub, or a known name")
-    p.add_argument("--output", required=True, metavar="JSONL")
+    p.add_argument("--output", required=True, metavar="JSONL", help="conversations, or prompts")
     p.add_argument("--split", metavar="NAME", help="split of hub datasets (default: train, or that of the known name)")
     p.add_argument("--held-out", metavar="JSONL", help="file for the held-out part")
     p.add_argument("--held-out-share", type=float, metavar="SHARE", help="share held out (default: 0.05)")

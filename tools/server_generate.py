@@ -1,10 +1,10 @@
 """Generate training data with the target model on an OpenAI-compatible server.
 
-    vllm serve MODEL &      # or trtllm-serve MODEL, or python -m sglang.launch_server --model-path MODEL
+    vllm serve MODEL &      # or trtllm-serve MODEL, or python -m sglang.launch_server --model-path MODEL --port 8000
     python tools/server_generate.py --url http://localhost:8000/v1 --data-path prompts.jsonl --output-path train.jsonl
 
 Reads conversations (whose answers are replaced, turn by turn) and prompt files of prepare_conversations.py. Every
-finished conversation is written at once; a second run with the same --output-path resumes. Conversations with a
+finished conversation is written at once; a later run with the same --output-path resumes. Conversations with a
 truncated answer, or refused by the server, go to OUTPUT.rejected. The API key, if any, is read from OPENAI_API_KEY. In
 a job array, --shard 3/16 selects a part and writes a file of its own (slurm/server_generate.sbatch).
 """
@@ -28,14 +28,16 @@ def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
     p.add_argument("--data-path", required=True, metavar="JSONL", help="conversations or prompts")
-    p.add_argument("--output-path", required=True, metavar="JSONL")
-    p.add_argument("--url", nargs="+", default=["http://localhost:8000/v1"], help="endpoints (default: %(default)s)")
+    p.add_argument("--output-path", required=True, metavar="JSONL", help="conversations with answers")
+    p.add_argument(
+        "--url", nargs="+", default=["http://localhost:8000/v1"], help="endpoints (default: http://localhost:8000/v1)"
+    )
     p.add_argument("--model", metavar="NAME", help="served model (default: the server's first)")
     p.add_argument(
         "--system-prompt", metavar="TEXT", help="system turn for conversations without one; also written to the output"
     )
-    p.add_argument("--temperature", type=float, metavar="T", help="(default: the server's)")
-    p.add_argument("--top-p", type=float, metavar="P")
+    p.add_argument("--temperature", type=float, metavar="T", help="of the answers (default: the server's)")
+    p.add_argument("--top-p", type=float, metavar="P", help="nucleus of sampling (default: the server's)")
     p.add_argument("--top-k", type=int, metavar="K", help="if the engine supports it")
     p.add_argument(
         "--max-tokens", type=cli.at_least_one, default=2048, help="maximum tokens per answer (default: %(default)s)"

@@ -4,7 +4,7 @@
     python generate.py --base BASE --synthesize 10000 --output train.jsonl              # its own questions; or both
     python generate.py --load DIR --data prompts.jsonl --output answers.jsonl           # with a draft: the same text
 
-Every finished conversation is written at once; a second run with the same --output resumes.
+Every finished conversation is written at once; a later run with the same --output resumes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def parser() -> cli.Parser:
 def main(args: argparse.Namespace) -> None:
     decode = args.run.decode
     drafted = args.run.load or decode.speculative_model or decode.decoding_type
-    if decode.max_draft_len != type(decode).max_draft_len and not drafted:
+    if decode.sets("max_draft_len") and not drafted:
         raise UserError(
             "--max-draft-len is for a draft, and without --load there is none: leave it out, or give --load, "
             "--speculative-model or --decoding-type"

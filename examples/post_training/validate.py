@@ -4,7 +4,7 @@
     python validate.py --base EXPORT/base --speculative-model EXPORT/draft --data prompts.jsonl --output report.json
     python validate.py --base BASE --decoding-type NGram --data prompts.jsonl --output report.json
 
-Prompts are chat JSON lines or question files with `turns`. A second run with the same --output resumes.
+Prompts are chat JSON lines or question files with `turns`. A later run with the same --output resumes.
 Exit code 1: an answer differs where neither a tie of the two best logits nor rounding explains it.
 """
 

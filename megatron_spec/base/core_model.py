@@ -9,12 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import nn
 
-from megatron_spec.config import UserError
+from megatron_spec.base.modules import CoreAttention
+from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families.hybrid import PAIR, gpt_name, transformer_layers
+from megatron_spec.families.megatron_args import HIDDEN
+from megatron_spec.ops.rope import inverse_frequencies
 
 _HYBRID = ("megatron.core.models.hybrid.hybrid_model.HybridModel", "megatron.core.models.mamba.mamba_model.MambaModel")
 """Compared by name, because importing them imports every module of a Mamba layer."""
@@ -115,23 +119,71 @@ def _problem(model: Any) -> str | None:
     return None
 
 
-def stage_counts(model: Any, num_layers: int, pp: dist.ProcessGroup) -> list[int]:
+def _other_base(model: Any, config: BaseConfig) -> str | None:
+    """Where this stage computes something else than a base of this configuration, as far as it shows; else None.
+
+    Its layers run as they are, but their rotary angles and everything that is saved and exported follow `config`.
+    """
+    core, latent = model.config, config.mla is not None
+    own = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": None if latent else config.num_key_value_heads,
+        "kv_channels": None if latent else config.head_dim,
+        "layernorm_epsilon": config.rms_norm_eps,
+        "qk_layernorm": None if latent else config.qk_norm,
+        "gated_linear_unit": True,
+    }
+    if not (config.attention_bias or config.mlp_bias or (config.moe and config.moe.bias)):
+        own |= {"add_bias_linear": False, "add_qkv_bias": config.qkv_bias}
+    expected = {name: (value,) for name, value in own.items() if value is not None}
+    if not (latent or config.attention_sinks or config.window):
+        expected |= HIDDEN
+    found = {name: getattr(core, name, fit[0]) for name, fit in expected.items()}  # an older one has fewer options
+    tied = "share_embeddings_and_output_weights"
+    found[tied], expected[tied] = getattr(model, tied), (config.tie_word_embeddings,)
+    wrong = [f"{name} is {found[name]}, expected {fit[0]}" for name, fit in expected.items() if found[name] not in fit]
+    if model.vocab_size < config.vocab_size:
+        wrong.append(f"vocab_size is {model.vocab_size}, expected at least {config.vocab_size}")
+    if not (latent or wrong):
+        wrong += _other_angles(model, config)
+    return f"the {type(model).__name__} is not the base in its base_path: {'; '.join(wrong)}" if wrong else None
+
+
+def _other_angles(model: Any, config: BaseConfig) -> list[str]:
+    if any(isinstance(module, CoreAttention) for module in model.modules()):
+        return []  # built by FrozenBase: it has no angles of its own
+    if model.position_embedding_type not in ("rope", "yarn"):
+        return [f"position_embedding_type is {model.position_embedding_type!r}, expected 'rope'"]
+    given = model.rotary_pos_emb(2)  # yarn: and the factor of queries and keys, which attention applies
+    angles = given[0] if isinstance(given, tuple) else given
+    expected = inverse_frequencies(config.rope, config.head_dim, angles.device)
+    found = angles[1].flatten().float()  # position 1: the frequencies, twice
+    if len(found) == 2 * len(expected) and torch.allclose(found, expected.repeat(2), rtol=1e-4, atol=0):
+        return []
+    return [
+        f"its rotary frequencies are not those of {config.rope} (compare --rotary-base, --rotary-percent, "
+        "--use-rope-scaling and --rotary-seq-len-interpolation-factor)"
+    ]
+
+
+def stage_counts(model: Any, config: BaseConfig, pp: dist.ProcessGroup) -> list[int]:
     """Transformer layers of every pipeline stage. Collective over `pp`, whose ranks refuse a model together.
 
     Raises:
-        UserError: a HybridModel with layers that are neither attention nor MLP, or do not pair up; or another number
-            of layers than `num_layers`.
+        UserError: a HybridModel with layers that are neither attention nor MLP, or do not pair up; or a model that
+            differs from `config`: depth, widths, norms, rotary angles, tied ends.
     """
     found: list[Any] = [None] * pp.size()
-    dist.all_gather_object(found, (_pattern(model), _problem(model)), group=pp)
+    dist.all_gather_object(found, (_pattern(model), _problem(model) or _other_base(model, config)), group=pp)
     name = type(model).__name__
     counts = transformer_layers("|".join(pattern for pattern, _ in found), name)
+    if sum(counts) != config.num_layers:
+        raise UserError(
+            f"found {sum(counts)} transformer layers in the {name}, expected {config.num_layers} as in its base_path: "
+            "give the folder of this model"
+        )
     for _, problem in found:
         if problem is not None:
             raise UserError(f"{problem}: convert() cannot wrap it")
-    if sum(counts) != num_layers:
-        raise UserError(
-            f"found {sum(counts)} transformer layers in the {name}, expected {num_layers} as in its base_path: give "
-            "the folder of this model"
-        )
     return counts

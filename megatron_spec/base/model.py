@@ -88,10 +88,14 @@ def _use_engine(base: FrozenBase) -> None:
 def _use_attention(base: FrozenBase) -> None:
     """Attention of Transformer Engine in the layers for which it has a kernel."""
     config, world, own = base.config, base.world, list[int]()
+    fused: dict[Any, bool] = {}  # one probe for layers whose attention has the same options
     for number, layer in base.layers():
         core = layer.self_attention.core_attention
         attention = te.attention(core, config, number, base.model.config, world.base_groups)
-        if te.is_fused(attention, config, world, base.dtype):
+        options = (core.window, core.scale, core.softmax_offset is None)
+        if options not in fused:
+            fused[options] = te.is_fused(attention, config, world, base.dtype)
+        if fused[options]:
             core.engine = (attention,)
         else:
             own.append(number)
@@ -213,13 +217,13 @@ class FrozenBase(CoreStage):
 
         Raises:
             UserError: more than one model chunk; layers of a HybridModel that are neither attention nor MLP or do not
-                pair up; another depth than the configuration's; longrope; or capture ids that do not fit.
+                pair up; a model that differs from the configuration; longrope; or capture ids that do not fit.
         """
         layouts.check("wrap", world.parallel)
         if config.rope.longest_short is not None:
             raise UserError("a wrapped model chooses longrope's frequencies per batch: load the base with load_base")
         model = unwrapped(given)
-        counts = stage_counts(model, config.num_layers, world.pp)
+        counts = stage_counts(model, config, world.pp)
         placement.check_captures(config.num_layers, capture_layer_ids)
         stages = placement.stages_from_counts(counts, capture_layer_ids)
         base = cls(config, world, core_model(model), stages, next(model.parameters()).dtype)

@@ -23,11 +23,11 @@ from megatron_spec.planning.paths import Paths
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.hub import model_folder
 
-_COMPUTES = (
+COMPUTES = (
     "family", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "rms_norm_eps", "rope", "tie_word_embeddings",
 )  # fmt: skip
-"""Fields that both a checkpoint's stored arguments and a config.json beside it give; they must agree."""
+"""Fields that decide what a base computes, and that stored arguments give as well as a config.json beside them."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def inspect_base(path: str | Path) -> BaseReference:
     if shards is not None:
         config = megatron.read_config(folder, shards)
         # Token ids and dtype are not in the arguments: a config.json added later must not change the fingerprint.
-        values = {name: value for name, value in config.to_dict().items() if name in _COMPUTES}
+        values = {name: value for name, value in config.to_dict().items() if name in COMPUTES}
         text = json.dumps(values, sort_keys=True).encode()
         return BaseReference(str(folder), "megatron", fingerprint(text, megatron.weight_files(shards)), config)
     config = read_base_config(folder)

@@ -9,6 +9,7 @@ The arguments and tensors are read with safe loaders, but torch's reader of dist
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from megatron_spec.base.spec import FUSED_NORMS, own_name
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families import parse_base_config
 from megatron_spec.families.hybrid import gpt_name, stored_pattern, transformer_layers
-from megatron_spec.families.megatron_args import config_from_args
+from megatron_spec.families.megatron_args import config_from_args, contradictions
 from megatron_spec.families.names import NameRule
 from megatron_spec.families.rules import name_rules
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_object
+
+log = logging.getLogger(__name__)
 
 _POINTER = "latest_checkpointed_iteration.txt"
 _PREFIXES = ("", "module.", "model.")
@@ -64,23 +67,38 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_config(path: Path, folder: Path) -> BaseConfig:
-    """Architecture: from a config.json beside or inside the checkpoint, else from the stored arguments."""
+    """Architecture: from a config.json beside or inside the checkpoint, else from the stored arguments.
+
+    Warns when both are there and contradict each other.
+    """
     for place in (folder, path):
-        if (place / "config.json").is_file():
-            raw = read_object(place / "config.json")
-            return _readable(parse_base_config(raw, str(place / "config.json")), path)
+        file = place / "config.json"
+        if file.is_file():
+            config = _readable(parse_base_config(read_object(file), str(file)), path)
+            try:
+                wrong = contradictions(_stored_args(folder) or {}, config)
+            except UserError:
+                wrong = []
+            if wrong:
+                log.warning("%s counts, but contradicts the arguments in %s: %s", file, folder, "; ".join(wrong))
+            return config
+    args = _stored_args(folder)
+    if args is None:
+        raise UserError(f"{folder}: holds no model arguments; put the base's config.json beside the checkpoint")
+    return config_from_args(args, str(folder))
+
+
+def _stored_args(folder: Path) -> dict[str, Any] | None:
+    """Megatron-LM's arguments in a checkpoint; None if there are none. Raises UserError if they cannot be read."""
     try:
         with torch.serialization.safe_globals(SAFE_GLOBALS):
-            common = dist_checkpointing.load_common_state_dict(str(folder))
+            args: Any = dist_checkpointing.load_common_state_dict(str(folder)).get("args")
     except Exception as e:
         raise UserError(
             f"{folder}: the stored arguments cannot be read safely ({type(e).__name__}: {str(e)[:200]}); put the "
             "base's config.json (Hugging Face format) beside the checkpoint"
         ) from e
-    args: Any = common.get("args")
-    if args is None:
-        raise UserError(f"{folder}: holds no model arguments; put the base's config.json beside the checkpoint")
-    return config_from_args(dict(args) if isinstance(args, dict) else vars(args), str(folder))
+    return args if args is None or isinstance(args, dict) else vars(args)
 
 
 def _readable(config: BaseConfig, path: Path) -> BaseConfig:

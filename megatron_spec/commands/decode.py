@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from megatron_spec.config import (
     DecodeConfig,
     UserError,
 )
-from megatron_spec.data.tokenizer import stop_token_ids
 from megatron_spec.decoding.options import (
     WITHOUT_DRAFT,
 )
@@ -63,21 +63,27 @@ def validate(run: ValidateRun) -> Report:
     check_file(run.data)
     prompts = read_prompts(run.data, run.num_prompts)
     decode = run.decode if run.draft_lens is None else run.decode.replace(max_draft_len=run.draft_lens[0])
-    with iteration_of(run.load) as folder:
-        inputs = resolve(folder, run.base, decode, run.parallel, run.tokenizer, True, run.draft_lens)
-        check_base_shapes(run, inputs.base_config)
-        te.check(run.layers, platform.machine())
-        inputs.check_prompts(prompts, run.chat_template_kwargs)
-        check_draft_modules_of(inputs, run.parallel, dtype, run.draft_transformer_impl)
-        world = distributed.initialize(run.parallel, decode.seed, settings=settings_of(run, **inputs.agreed))
-        models = load_models(inputs, world, dtype, run.plain, run.draft_transformer_impl, run.layers)
-    draft = (run.load if own_draft else None) or inputs.decode.speculative_model or inputs.kind
-    return _measure(run, prompts, inputs, models, world, str(draft))
+    with ExitStack() as owned:
+        with iteration_of(run.load) as folder:
+            inputs = resolve(folder, run.base, decode, run.parallel, run.tokenizer, True, run.draft_lens)
+            check_base_shapes(run, inputs.base_config)
+            te.check(run.layers, platform.machine())
+            inputs.check_prompts(prompts, run.chat_template_kwargs)
+            check_draft_modules_of(inputs, run.parallel, dtype, run.draft_transformer_impl)
+            world = distributed.initialize(run.parallel, decode.seed, settings=settings_of(run, **inputs.agreed))
+            owned.enter_context(distributed.sole_run(_report_path(run), world, file=True))
+            models = load_models(inputs, world, dtype, run.plain, run.draft_transformer_impl, run.layers)
+        draft = (run.load if own_draft else None) or inputs.decode.speculative_model or inputs.kind
+        return _measure(run, prompts, inputs, models, world, str(draft))
+
+
+def _report_path(run: ValidateRun) -> Path:
+    return Path(run.output or Path(run.load or "") / "validate.json")
 
 
 def _check_outputs(run: ValidateRun) -> None:
     """Raise UserError for an output that is a folder, the prompts, or another output."""
-    report = run.output or Path(run.load or "") / "validate.json"
+    report = _report_path(run)
     files = {"--output": report, "--html": run.html_output}
     outputs = {flag: Path(path).resolve() for flag, path in files.items() if path is not None}
     if Path(run.data).resolve() in outputs.values():
@@ -109,8 +115,8 @@ def _measure(
     about |= _file_sizes(inputs)
     report = run_validation(
         models.base, models.draft, prompts, inputs.tokenizer, inputs.decode, draft_lens=run.draft_lens, about=about,
-        output=run.output or Path(run.load or "") / "validate.json",
-        stop_ids=set(stop_token_ids(inputs.source, inputs.tokenizer)), template_kwargs=run.chat_template_kwargs,
+        output=_report_path(run),
+        stop_ids=inputs.stop_ids, template_kwargs=run.chat_template_kwargs,
     )  # fmt: skip
     if run.html_output is not None and world.rank == 0:
         html.write_html(run.html_output, {draft: report.to_dict()})
@@ -180,7 +186,7 @@ def generate(run: GenerateRun) -> int:
 
 def _generate(run: GenerateRun, prompts: list[Prompt], inputs: Inputs) -> int:
     output, dtype = run.output, torch.bfloat16 if run.bf16 else torch.float32
-    stop_ids = set(stop_token_ids(inputs.source, inputs.tokenizer))
+    stop_ids = inputs.stop_ids
     asking = inputs.decode.replace(temperature=1.0 if run.question_temperature is None else run.question_temperature)
     questions = Path(f"{output}.questions.jsonl")
     # All checks that need no weights come before reading weights.
@@ -201,17 +207,18 @@ def _generate(run: GenerateRun, prompts: list[Prompt], inputs: Inputs) -> int:
     inputs.check_prompts(prompts, kwargs)
     check_draft_modules_of(inputs, run.parallel, dtype, run.draft_transformer_impl)
     world = distributed.initialize(run.parallel, run.decode.seed, settings=settings_of(run, **inputs.agreed))
-    models = load_models(inputs, world, dtype, run.plain, run.draft_transformer_impl, run.layers)
-    about["base_fingerprint"] = models.fingerprint
-    if run.synthesize is not None:
-        prompts += write_questions(
-            models.base, inputs.tokenizer, run.synthesize, asking, questions, stop_ids, about, kwargs,
-            run.question_batch_size,
+    with distributed.sole_run(output, world, file=True):
+        models = load_models(inputs, world, dtype, run.plain, run.draft_transformer_impl, run.layers)
+        about["base_fingerprint"] = models.fingerprint
+        if run.synthesize is not None:
+            prompts += write_questions(
+                models.base, inputs.tokenizer, run.synthesize, asking, questions, stop_ids, about, kwargs,
+                run.question_batch_size,
+            )  # fmt: skip
+        done = synthesize_to_file(
+            models.base, inputs.tokenizer, prompts, inputs.decode, output, draft=models.draft, stop_ids=stop_ids,
+            about={**about, **other}, template_kwargs=kwargs, save_rejections=run.save_rejections,
         )  # fmt: skip
-    done = synthesize_to_file(
-        models.base, inputs.tokenizer, prompts, inputs.decode, output, draft=models.draft, stop_ids=stop_ids,
-        about={**about, **other}, template_kwargs=kwargs, save_rejections=run.save_rejections,
-    )  # fmt: skip
     log.info("%d new conversations in %s", done, output)
     return done
 

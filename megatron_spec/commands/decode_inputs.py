@@ -33,7 +33,7 @@ from megatron_spec.config import (
     UserError,
 )
 from megatron_spec.data.chat import ChatEncoder
-from megatron_spec.data.tokenizer import load_tokenizer
+from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
 from megatron_spec.decoding.drafters.user import find_drafter
 from megatron_spec.decoding.options import (
@@ -71,6 +71,7 @@ class Inputs:
         reference: the base, unless the checkpoint names it.
         captures: base layers that the draft captures.
         tokenizer, source: the tokenizer, and its folder.
+        stop_ids: ids that end an answer, of tokenizer and base.
         decode: the complete configuration.
         reading: the draft of an exported folder.
         target: a second base, used as draft.
@@ -86,6 +87,7 @@ class Inputs:
     captures: Sequence[int]
     tokenizer: Any
     source: str
+    stop_ids: set[int]
     decode: DecodeConfig
     reading: Reading | None = None
     target: BaseReference | None = None
@@ -181,8 +183,10 @@ def resolve(
     check_parallel(base_config, parallel)
     if config is not None:
         layouts.check_draft_parallel(config, parallel)
-    source = tokenizer or base or str(known.path)
+    place = base or str(known.path)
+    source = tokenizer or place
     opened = load_tokenizer(source)
+    stop_ids = set(stop_token_ids(source, opened, place))
     decode = _thinking_tokens(decode, opened, base_config.vocab_size).replace(decoding_type=kind)
     if kind is None:
         check_undrafted(decode)
@@ -204,7 +208,8 @@ def resolve(
     captures = config.capture_layer_ids if config is not None and kind in reads else ()
     drafts = _identity(folder if kind not in WITHOUT_DRAFT else None, reading, target)
     return Inputs(
-        kind, folder, spec, base, base_config, reference, captures, opened, source, decode, reading, target, drafts
+        kind, folder, spec, base, base_config, reference, captures, opened, source, stop_ids, decode, reading, target,
+        drafts,
     )  # fmt: skip
 
 

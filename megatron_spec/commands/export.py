@@ -190,4 +190,7 @@ def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Pa
     elif _writes_yaml(spec.draft):
         plan = exported(new / "draft", run.max_draft_len, place=out / "draft")
         served = out / "base" if (new / "base").is_dir() else base
+        if "trtllm" in plan.unserved:
+            log.warning("no trtllm.yaml: TensorRT-LLM does not load this draft: %s", plan.unserved["trtllm"])
+            return
         write_text(new / "trtllm.yaml", trtllm_yaml(plan, str(served), str(out / "trtllm.yaml")))

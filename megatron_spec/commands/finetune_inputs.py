@@ -206,8 +206,13 @@ def data_order(run: FinetuneRun, spec: CheckpointSpec, seq_length: int) -> dict[
 def check_same_run(resolved: Resolved) -> None:
     """Raise UserError if the saved run has other samples; warn about another objective."""
     run, saved = resolved.run, sharded.read_extra(resolved.folder)
+    if "data_order" not in saved:
+        raise UserError(
+            f"--save {run.save} holds a checkpoint of another training loop (megatron_spec.save), which does not say "
+            f"what data it has read: start a run from it with --load {run.save} and another --save folder"
+        )
     for flag, value in resolved.order.items():
-        before = saved.get("data_order", {}).get(flag, {} if flag == "--chat-template-kwargs" else value)
+        before = saved["data_order"].get(flag, {} if flag == "--chat-template-kwargs" else value)
         if before != value:
             what = "holds other content (SHA-256)" if flag in ("--data", "--tokenizer") else "is"
             raise UserError(

@@ -91,6 +91,8 @@ class Config:
 
     SETTLED: ClassVar[dict[str, Any]] = {}
     """Keys of files that can have one value only: read, checked and not kept."""
+    given: ClassVar[frozenset[str]] = frozenset()
+    """Fields whose flags were on a command line, also with their default value; of an instance (`from_flags`)."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -107,6 +109,18 @@ class Config:
 
     def validate(self) -> None:
         """Raise UserError when the fields contradict one another."""
+
+    def sets(self, name: str) -> bool:
+        """True if a field was given: by its flag, or as another value than its default."""
+        return name in self.given or getattr(self, name) != self.__dataclass_fields__[name].default
+
+    @classmethod
+    def from_flags(cls: type[T], values: dict[str, Any], given: typing.Iterable[str]) -> T:
+        """Build from the values of all flags, of which those of `given` were on the command line."""
+        made = cls.__new__(cls)
+        object.__setattr__(made, "given", frozenset(given))  # before the fields are validated
+        made.__init__(**values)  # type: ignore[misc]
+        return made
 
     @classmethod
     def from_dict(cls: type[T], values: dict[str, Any]) -> T:
@@ -139,7 +153,9 @@ class Config:
 
     def replace(self: T, **changes: Any) -> T:
         """A copy with some fields changed, validated again."""
-        return dataclasses.replace(self, **changes)
+        made = dataclasses.replace(self, **changes)
+        object.__setattr__(made, "given", self.given)
+        return made
 
 
 def _tagged(kinds: list[type[Config]], value: dict[str, Any]) -> type[Config]:

@@ -33,7 +33,7 @@ class DecodeConfig(Config):
     """Decoding with the base verifying, in TensorRT-LLM's option names."""
 
     decoding_type: DecodingType | None = None
-    """Way of drafting. Default: the one of the draft checkpoint or exported folder."""
+    """Way of drafting (default: the one of the draft checkpoint or exported folder)."""
     max_draft_len: int = 3
     """Draft tokens of a chain, or depth of a tree."""
     max_new_tokens: int = 128
@@ -50,8 +50,8 @@ class DecodeConfig(Config):
     top_p: float = 1.0
     """Sample from the fewest most likely tokens that hold this probability together."""
     use_rejection_sampling: bool = False
-    """Draw draft tokens from the draft's distribution q and accept with min(1, p/q) (arXiv 2302.01318). Default: the
-    draft's most likely token, accepted with the base's probability of it, which gives exactly the text of the base."""
+    """Draw draft tokens from the draft's distribution q and accept with min(1, p/q) (arXiv 2302.01318). Without it:
+    the draft's most likely token, accepted with the base's probability of it, which gives exactly the base's text."""
     seed: int = 0
     """Seed of sampling."""
     use_dynamic_tree: bool = False
@@ -92,9 +92,9 @@ class DecodeConfig(Config):
     relaxed_delta: float = 0.0
     """Relaxed acceptance: distance to the best token, in natural log-probability."""
     begin_thinking_phase_token: int | None = None
-    """Default: the tokenizer's <think>."""
+    """Token that begins a thinking phase (default: the tokenizer's <think>)."""
     end_thinking_phase_token: int | None = None
-    """Default: the tokenizer's </think>."""
+    """Token that ends a thinking phase (default: the tokenizer's </think>)."""
 
     @property
     def lossless(self) -> bool:
@@ -123,10 +123,5 @@ class DecodeConfig(Config):
         )
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], found {self.top_p}")
         hot = self.temperature > 0
-        for name, default in (
-            ("top_k", 0),
-            ("top_p", 1.0),
-            ("use_rejection_sampling", False),
-            ("typical_acceptance", False),
-        ):
-            require(hot or getattr(self, name) == default, f"{name} needs a temperature above 0, found 0")
+        for name in ("top_k", "top_p", "use_rejection_sampling", "typical_acceptance"):
+            require(hot or not self.sets(name), f"{name} needs a temperature above 0, found 0")

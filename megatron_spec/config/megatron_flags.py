@@ -125,7 +125,7 @@ _TABLE = [
                "log-validation-ppl-to-tensorboard log-memory-to-tensorboard", "not needed",
                "metrics.jsonl and --tensorboard-dir have the metrics of every step"),
     *_valued("timing-log-level tensorboard-queue-size tensorboard-log-interval empty-unused-memory-level "
-             "manual-gc-interval distributed-timeout-minutes", "not needed", "nothing depends on it"),
+             "manual-gc-interval", "not needed", "nothing depends on it"),
     *_valued("wandb-exp-name wandb-save-dir", "refused", "give --wandb-project; its files are in --save"),
     *_valued("distributed-backend", "fixed", "NCCL with a GPU, gloo without one", "nccl", "gloo"),
     *_switches(_FUSIONS, "not needed", "fast paths are chosen at start and give the same numbers"),

@@ -283,8 +283,8 @@ def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | N
 
 
 def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> ObjectiveConfig:
-    default, steps = ObjectiveConfig(), config.num_steps
-    if objective.ttt_steps not in (default.ttt_steps, steps):
+    steps = config.num_steps
+    if objective.ttt_steps != steps and objective.sets("ttt_steps"):
         raise UserError(
             f"--ttt-steps {objective.ttt_steps}, but a block of {config.block_size} proposes {steps} tokens: leave it "
             "out"
@@ -316,9 +316,8 @@ def _refuse_without_owner(objective: ObjectiveConfig) -> None:
 
 
 def _refuse_unread(objective: ObjectiveConfig, names: list[str], why: str) -> None:
-    default = ObjectiveConfig()
-    given = [n.replace("_", "-") for n in names if getattr(objective, n) != getattr(default, n)]
-    given = [("--no-" if getattr(default, n.replace("-", "_")) is True else "--") + n for n in given]
+    values = {n.replace("_", "-"): getattr(objective, n) for n in names if objective.sets(n)}
+    given = [("--no-" if value is False else "--") + n for n, value in values.items()]
     if given:
         raise UserError(f"{', '.join(given)}: {why}; leave {'it' if len(given) == 1 else 'them'} out")
 
@@ -365,10 +364,9 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
 
     Raises UserError for settings that this draft does not support.
     """
-    default = ObjectiveConfig()
     if not config.regresses_state:
         for name in ("feature_noise", "feature_weight", "token_weight"):
-            if getattr(objective, name) != getattr(default, name):
+            if objective.sets(name):
                 flag = "--" + name.replace("_", "-")
                 raise UserError(f"{flag} belongs to eagle1, the draft is {config.algorithm}: leave it out")
     if isinstance(config, EagleConfig) and config.parallel_drafting:
@@ -390,7 +388,7 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
         if window is not None and objective.ttt_steps > window:  # a step sees its own branches and a trunk row at least
             raise UserError(f"--ttt-steps {objective.ttt_steps}: more than the draft's sliding_window, {window}")
         return objective
-    if objective.ttt_steps not in (default.ttt_steps, config.num_heads):
+    if objective.ttt_steps != config.num_heads and objective.sets("ttt_steps"):
         raise UserError(
             f"--ttt-steps {objective.ttt_steps}, but the draft has {config.num_heads} Medusa heads and no other steps: "
             "leave it out"

@@ -40,6 +40,8 @@ class ParallelConfig(Config):
     """Refused: interleaved pipeline schedules are not supported."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Refused: interleaved pipeline schedules are not supported."""
+    distributed_timeout_minutes: int = option(30, "N", least=1)
+    """Minutes that ranks wait for one another, as for one that still reads its data, before the run fails."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
@@ -73,7 +75,7 @@ class ObjectiveConfig(Config):
     """Training objective of a draft (docs/algorithms.md#training-time-test, #alignment, #losses)."""
 
     ttt_steps: int = 7
-    """Draft steps T unrolled in training."""
+    """Draft steps T unrolled in training. Not for Medusa and block drafts, which have one per head or token."""
     step_decay: float | None = None
     """Weight of step k is step_decay ** k; default: 0.8."""
     step_weights: StepWeights | None = None

@@ -27,7 +27,7 @@ from megatron_spec.config import UserError
 from megatron_spec.data.cleaning import CleanOptions, clean, is_held_out
 from megatron_spec.data.sources import Piece, Source
 from megatron_spec.data.workers import ordered_map, usable_cpus
-from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.files import read_json, write_json, writing
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,8 @@ def prepare(
     if workers is None:
         size = sum(s.path.stat().st_size if s.path else PARALLEL_FROM for s in sources)
         workers = usable_cpus() if size >= PARALLEL_FROM else 0
-    _read(sources, work, options, workers)
+    with writing(work.folder):
+        _read(sources, work, options, workers)
     state = work.state
     dropped = Counter(state["dropped"])
     if state["lines"] == 0:
@@ -175,7 +176,8 @@ def prepare(
             raise UserError(f"{', '.join(source.name for source in sources)}: empty, no record was found")
         reasons = "".join(f"\n  {count} x {reason}" for reason, count in dropped.most_common())
         raise UserError(f"nothing usable among {state['read']} conversations:{reasons}")
-    written, duplicates = _distribute(work.folder, output, held_out, share if held_out else 0.0)
+    with writing(output):
+        written, duplicates = _distribute(work.folder, output, held_out, share if held_out else 0.0)
     if duplicates:
         dropped[DUPLICATE] += duplicates
     shutil.rmtree(work.folder)

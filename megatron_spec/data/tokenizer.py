@@ -61,17 +61,19 @@ def special_ids(tokenizer: Any) -> set[int]:
     return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
 
 
-def stop_token_ids(folder: Path | str, tokenizer: Any | None = None) -> tuple[int, ...]:
+def stop_token_ids(folder: Path | str, tokenizer: Any | None = None, base: Path | str | None = None) -> tuple[int, ...]:
     """Ascending ids that end a turn: eos of generation_config.json, config.json and the tokenizer, if present.
+
+    Args:
+        base: folder of the base, whose files count as well where the tokenizer is in another one.
 
     Raises UserError when an id in the files is not a number.
     """
     found: set[int] = set()
-    folder = model_folder(folder, weights=False)
+    folders = [model_folder(place, weights=False) for place in (folder, base) if place is not None]
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
-    for name in ("generation_config.json", "config.json"):
-        path = Path(folder, name)
+    for path in (place / name for place in folders for name in ("generation_config.json", "config.json")):
         if not os.path.lexists(path):
             continue
         value = files.read_object(path, {"eos_token_id": (int, list)}).get("eos_token_id")

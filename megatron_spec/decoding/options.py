@@ -19,6 +19,7 @@ from megatron_spec.config import (
     MedusaConfig,
     UserError,
 )
+from megatron_spec.config.core import field_names
 
 DECODING_TYPES: dict[str, DecodingType] = {
     "eagle1": "Eagle", "eagle3": "Eagle3", "eagle3.1": "Eagle3", "p-eagle": "Eagle3", "eagle-mtp": "MTP",
@@ -54,8 +55,8 @@ _UNDRAFTED = (
 
 def check_undrafted(config: DecodeConfig) -> None:
     """Raise UserError for drafting options if there is no drafter."""
-    for name, value in DecodeConfig().to_dict().items():
-        if name not in _UNDRAFTED and getattr(config, name) != value:
+    for name in field_names(DecodeConfig):
+        if name not in _UNDRAFTED and config.sets(name):
             raise UserError(
                 f"--{name.replace('_', '-')} needs a draft, but none is given: leave it out, or give --load, "
                 "--speculative-model or --decoding-type"
@@ -64,14 +65,13 @@ def check_undrafted(config: DecodeConfig) -> None:
 
 def check_options(config: DecodeConfig, kind: DecodingType) -> None:
     """Raise UserError for options of another decoding type and for conflicting options."""
-    default = DecodeConfig()
     for name, owners in _OWNERS.items():
-        if getattr(config, name) != getattr(default, name) and kind not in owners:
+        if config.sets(name) and kind not in owners:
             raise UserError(
                 f"--{name.replace('_', '-')} is an option of {', '.join(owners)}, not of {kind}: leave it out"
             )
     for name in ("dynamic_tree_max_topK", "max_total_draft_tokens"):
-        if getattr(config, name) != getattr(default, name) and not config.use_dynamic_tree:
+        if config.sets(name) and not config.use_dynamic_tree:
             raise UserError(
                 f"--{name.replace('_', '-')} shapes the dynamic tree: give --use-dynamic-tree, or leave it out"
             )
@@ -149,7 +149,7 @@ def check_lengths(
 
 
 def _check_acceptance(config: DecodeConfig) -> None:
-    relaxed, default = config.use_relaxed_acceptance_for_thinking, DecodeConfig()
+    relaxed = config.use_relaxed_acceptance_for_thinking
     ways = ("use_rejection_sampling", "typical_acceptance", "use_relaxed_acceptance_for_thinking")
     chosen = [f"--{n.replace('_', '-')}" for n in ways if getattr(config, n)]
     if len(chosen) > 1:
@@ -161,7 +161,7 @@ def _check_acceptance(config: DecodeConfig) -> None:
         (("posterior_threshold", "posterior_alpha"), ways[1]),
     ):
         for name in names:
-            if getattr(config, name) != getattr(default, name) and not getattr(config, owner):
+            if config.sets(name) and not getattr(config, owner):
                 raise UserError(f"--{name.replace('_', '-')} does nothing without --{owner.replace('_', '-')}")
     if relaxed and None in (config.begin_thinking_phase_token, config.end_thinking_phase_token):
         raise UserError(

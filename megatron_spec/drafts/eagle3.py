@@ -60,6 +60,20 @@ class EagleDraft(RecurrentDraft):
         layers = [self.midlayer] if self.config.num_hidden_layers == 1 else list(self.layers)
         return layers  # type: ignore[return-value]
 
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError for a head of its own that training would not use."""
+        if cls.logits is not EagleDraft.logits and cls.forward is EagleDraft.forward:
+            raise TypeError(
+                f"{cls.__name__} overrides logits, which training does not call (`head_losses` takes rows and the "
+                "weight of lm_head): override forward, too"
+            )
+
+    @property
+    def has_own_steps(self) -> bool:
+        """True if a subclass, or another kind of layer, computes a step in its own way."""
+        own = any(getattr(type(self), name) is not getattr(EagleDraft, name) for name in ("layer_step", "embed"))
+        return own or any(type(layer) is not DraftLayer for layer in self.decoder_layers)
+
     def embed(self, tokens_BS: Tensor, ends: BaseEnds) -> Tensor:
         """See RecurrentDraft; trained if the embedding is the draft's own."""
         return self.embed_tokens(tokens_BS) if self.config.own_embedding else super().embed(tokens_BS, ends)
@@ -103,7 +117,7 @@ class EagleDraft(RecurrentDraft):
 
     def states(self, features: Features, plan: Supervision, ends: BaseEnds, objective: ObjectiveConfig) -> list[Tensor]:
         """Supervised rows [R, H] of the LM head's input, for every step."""
-        hidden = self.project(features.captures_SBC)
+        hidden = self.start(features.captures_SBC, features.state_SBH)
         fused = self.paths.under(objective).on("draft_fused")
         if fused and suits(self, hidden, features.batch, objective.ttt_steps):
             return fused_unroll(self, hidden, features.batch, plan.rows, plan.active, ends)

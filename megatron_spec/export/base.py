@@ -261,6 +261,11 @@ def _finish(
     kv_cache: bool, dtype: str, run_config: dict[str, Any] | None,
 ) -> None:  # fmt: skip
     copy_side_files(source, folder)
+    if not any(folder.glob("tokenizer*")):
+        log.warning(
+            "the exported base has no tokenizer, since %s has none: before an engine serves it, copy its files to the "
+            "export, and the end of text as eos_token_id into config.json and generation_config.json", source,
+        )  # fmt: skip
     found = source / "config.json"
     config: dict[str, Any] = read_object(found) if found.is_file() else config_json(architecture)
     key = "dtype" if "dtype" in config else "torch_dtype"

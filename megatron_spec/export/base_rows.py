@@ -38,6 +38,14 @@ def base_rows(folder: Path | str) -> dict[str, str]:
     return {k: _digest(entries[n]) for k, n in _NAMES.items() if n in entries and entries[n].tensor is None}
 
 
+def is_target(entry: Entry, target: str | None) -> bool | None:
+    """Whether a tensor is the target's of this fingerprint; None if it cannot be told."""
+    if target is None or entry.tensor is not None:
+        return None
+    found = _digest(entry)
+    return found == target if found.split()[:2] == target.split()[:2] else None
+
+
 def changed(recorded: dict[str, str], found: dict[str, str]) -> list[str]:
     """Names whose rows differ at equal dtype and shape (a target in another dtype is still the same target)."""
     return [

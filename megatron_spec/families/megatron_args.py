@@ -10,6 +10,22 @@ from megatron_spec.families.hybrid import transformer_layers
 _LLAMA3_ORIGINAL_POSITIONS = 8192
 """Constants of Llama 3.1 that megatron-core's --use-rope-scaling hard-codes (RotaryEmbedding._apply_scaling)."""
 
+HIDDEN: dict[str, tuple[Any, ...]] = {
+    "rotary_interleaved": (False,),
+    "window_size": (None,),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla",),
+    "no_rope_freq": (None,),
+    "qk_l2_norm": (False,),
+    "attention_output_gate": (False,),
+    "experimental_attention_variant": (None,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0, 0.0),
+}
+"""What a base without sinks, windows and latent attention has, in arguments and in a TransformerConfig. No tensor would
+show another value."""
+
 # Values that a Llama must have. Arguments that older versions do not store count as matching.
 _EXPECTED: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope",),
@@ -21,11 +37,16 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "num_experts": (None, 0),
     "rotary_percent": (1.0,),
-    "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "apply_layernorm_1p": (False,),
     "mtp_num_layers": (None, 0),
-    "attention_output_gate": (False,),
+    "squared_relu": (False,),
+    "quick_geglu": (False,),
+    "openai_gelu": (False,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "use_mup": (False,),
+    **HIDDEN,
 }
 
 
@@ -56,6 +77,22 @@ def _num_layers(args: dict[str, Any], where: str) -> int:
     if prediction:
         raise UserError(f"{where}: found prediction layers in hybrid_layer_pattern={pattern!r}, expected none")
     return sum(transformer_layers(main.replace("|", ""), where))
+
+
+def contradictions(args: dict[str, Any], config: BaseConfig) -> list[str]:
+    """Stored arguments that contradict a configuration, in values that no tensor's shape shows."""
+    rope = config.rope
+    told: dict[str, Any] = {
+        "norm_epsilon": config.rms_norm_eps,
+        "rotary_base": rope.theta,
+        "num_attention_heads": config.num_attention_heads,
+        "kv_channels": config.head_dim,
+        "use_rope_scaling": rope.type == "llama3",
+    }
+    if rope.type == "llama3" and args.get("use_rope_scaling"):
+        told["rope_scaling_factor"] = rope.factor
+    known = {name: value for name, value in told.items() if args.get(name) is not None}
+    return [f"{name} is {args[name]} there and {value} here" for name, value in known.items() if args[name] != value]
 
 
 def config_from_args(args: dict[str, Any], where: str) -> BaseConfig:

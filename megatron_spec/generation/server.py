@@ -25,6 +25,8 @@ from megatron_spec.data.conversations import parse_message
 from megatron_spec.generation.answer_file import AnswerFile, opening
 from megatron_spec.generation.answers import Message
 from megatron_spec.generation.prompts import Prompt
+from megatron_spec.runtime import lock
+from megatron_spec.runtime.files import writing
 
 log = logging.getLogger(__name__)
 
@@ -292,7 +294,7 @@ async def _generate(
             totals.retries, totals.seconds = endpoints.retried, time.monotonic() - start
             report(totals)
 
-    with good, bad:
+    with writing(output), good, bad:
         tasks = [asyncio.ensure_future(work()) for _ in range(options.concurrency)]
         try:
             await asyncio.gather(*tasks)
@@ -317,8 +319,8 @@ def generate_from_server(
         report: called after every conversation.
         sleep: replaced in tests.
 
-    Raises UserError when the settings differ from those of an earlier run, when the server does not have the model, or
-    when no endpoint answers any more.
+    Raises UserError when the settings differ from those of an earlier run, when another run writes to `output`, when
+    the server does not have the model, or when no endpoint answers any more.
     """
 
     async def main() -> Totals:
@@ -334,7 +336,8 @@ def generate_from_server(
             for client in endpoints.clients:
                 await client.close()
 
-    totals = asyncio.run(main())
+    with lock.exclusive(output, file=True):
+        totals = asyncio.run(main())
     why = f" ({output}.rejected lists the reasons)" if totals.rejected else ""
     log.info(
         "%s: %d answered, %d rejected%s, %.0f tokens/s", output, totals.written, totals.rejected, why, totals.speed

@@ -31,7 +31,7 @@ from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.generation.answers import answer_ids
 from megatron_spec.generation.prompts import Dialogue, Prompt, ask_all, check_stop_ids, questions
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import changed_settings, drop_half_line, read_json, write_json, write_text
+from megatron_spec.runtime.files import changed_settings, drop_half_line, read_json, write_json, write_text, writing
 
 log = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ def synthesize_to_file(
         drop_half_line(part)
     options = {"draft": draft, "stop_ids": stop_ids, "template_kwargs": template_kwargs}
     options["save_rejections"] = save_rejections
-    with open(part if writes else os.devnull, "a", encoding="utf-8") as file:
+    with writing(part), open(part if writes else os.devnull, "a", encoding="utf-8") as file:
         done = 0
         for records in synthesize(base, tokenizer, mine, config, **options):
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

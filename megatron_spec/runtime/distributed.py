@@ -105,7 +105,7 @@ class World:
         return self.pp_rank == self.pp_size - 1
 
 
-def _start_process_group(timeout_minutes: float) -> None:
+def _start_process_group(timeout_minutes: int) -> None:
     if dist.is_initialized():
         return
     if platform.has_cuda():
@@ -134,7 +134,6 @@ def existing_parallel() -> ParallelConfig:
 def initialize(
     parallel: ParallelConfig | None = None,
     seed: int = 1234,
-    timeout_minutes: float = 30,
     settings: Mapping[str, Any] | None = None,
 ) -> World:
     """Start torch.distributed (torchrun's environment, or a world of one), the groups and the seeds.
@@ -148,7 +147,7 @@ def initialize(
     if settings is None:
         parallel.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
     platform.activate()
-    _start_process_group(timeout_minutes)
+    _start_process_group(parallel.distributed_timeout_minutes)
     if settings is not None:
         check_agreement(settings)
     parallel.check_world_size(dist.get_world_size())
@@ -159,6 +158,7 @@ def initialize(
                 pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
                 context_parallel_size=parallel.context_parallel_size,
                 expert_model_parallel_size=parallel.expert_model_parallel_size,
+                distributed_timeout_minutes=parallel.distributed_timeout_minutes,
                 # a sum that runs beside a product must not wait for the product's end
                 high_priority_stream_groups=["tp", "cp"] if platform.has_cuda() else None,
             )
@@ -199,13 +199,14 @@ def seed_everything(seed: int) -> None:
         tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def _draft_groups(tp: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ProcessGroupCollection]:
+def _draft_groups(tp: dist.ProcessGroup, timeout: timedelta) -> tuple[dist.ProcessGroup, ProcessGroupCollection]:
     tp_size, world = tp.size(), dist.get_world_size()
     if world == 1:  # one group is enough: each new one costs three threads, and a process may initialise many times
         return tp, _draft_collection(tp, tp, tp)
     # megatron-core orders ranks with TP innermost: TP rank = rank % TP.
-    same_shard, _ = dist.new_subgroups_by_enumeration([list(range(t, world, tp_size)) for t in range(tp_size)])
-    alone, _ = dist.new_subgroups_by_enumeration([[r] for r in range(world)])
+    shards, ranks = [list(range(t, world, tp_size)) for t in range(tp_size)], [[r] for r in range(world)]
+    same_shard, _ = dist.new_subgroups_by_enumeration(shards, timeout=timeout)
+    alone, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
     return same_shard, _draft_collection(tp, same_shard, alone)
 
 
@@ -223,7 +224,7 @@ def _draft_collection(
 
 def _build_world(parallel: ParallelConfig) -> World:
     tp = parallel_state.get_tensor_model_parallel_group()
-    draft_dp, draft_groups = _draft_groups(tp)
+    draft_dp, draft_groups = _draft_groups(tp, timedelta(minutes=parallel.distributed_timeout_minutes))
     return World(
         parallel=parallel,
         rank=dist.get_rank(),
@@ -263,10 +264,10 @@ def together(action: Callable[[], T]) -> T:
 
 
 @contextmanager
-def sole_run(folder: Path | str, world: World) -> Iterator[None]:
-    """Inside, this run owns an output folder. Collective; raises UserError naming the run that already owns it."""
+def sole_run(output: Path | str, world: World, file: bool = False) -> Iterator[None]:
+    """Inside, this run owns an output folder, or file. Collective; raises UserError naming the run that owns it."""
     with ExitStack() as stack:
-        together(lambda: stack.enter_context(lock.exclusive(folder)) if world.rank == 0 else None)
+        together(lambda: stack.enter_context(lock.exclusive(output, file)) if world.rank == 0 else None)
         yield
 
 

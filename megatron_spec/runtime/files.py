@@ -29,9 +29,9 @@ _REFUSED = (
     errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO,
     errno.EINVAL, errno.EOPNOTSUPP,
 )  # fmt: skip
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = (
-    "no space left", "disk quota exceeded", "file too large",
+    "no space left", "disk quota exceeded",
     "pytorchstreamwriter failed writing", "basic_ios::clear: iostream error", "unexpected pos ",  # torch.save
 )  # fmt: skip
 
@@ -96,6 +96,9 @@ def write_error(
     for cause in _causes(error):
         said = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors
         number = cause.errno if isinstance(cause, OSError) else int(said[1]) if said else None
+        if number == errno.EFBIG or "file too large" in str(cause).lower():
+            limit = "larger than a file may be here (see ulimit -f)"
+            return UserError(f"{path} cannot be written: {limit}: {hint or 'raise the limit'}")
         if number in _FULL or any(text in str(cause).lower() for text in _FULL_TEXTS):
             return UserError(_full(path, size, free_space(path), *([hint] if hint else [])))
         name = getattr(cause, "filename", None)

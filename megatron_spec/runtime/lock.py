@@ -1,8 +1,8 @@
-"""Lock of an output folder: one run at a time.
+"""Lock of an output: one run at a time.
 
-FOLDER/.lock names host and process of the run. The system releases a file lock when its process ends, so on the same
-machine the lock of a killed run is free at once. From another machine it counts as stale when the file, which a run
-touches every `TOUCH` seconds, has not changed for `STALE` seconds.
+FOLDER/.lock, or FILE.lock, names host and process of the run. The system releases a file lock when its process ends,
+so on the same machine the lock of a killed run is free at once. From another machine it counts as stale when the file,
+which a run touches every `TOUCH` seconds, has not changed for `STALE` seconds.
 """
 
 from __future__ import annotations
@@ -40,24 +40,23 @@ def _owner(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _refuse(folder: Path, owner: dict[str, Any]) -> UserError:
+def _refuse(path: Path, output: Path, owner: dict[str, Any]) -> UserError:
     who = f"process {owner.get('pid', '?')} on {owner.get('host', 'another machine')}"
     return UserError(
-        f"{folder} is in use by {who} (since {owner.get('since', '?')}): wait for that run or end it, or give another "
-        f"folder; if it is gone, remove {folder / NAME}"
+        f"{output} is in use by {who} (since {owner.get('since', '?')}): wait for that run or end it, or give another "
+        f"{'folder' if path.parent == output else 'file'}; if it is gone, remove {path}"
     )
 
 
-def _take(folder: Path) -> tuple[int, bool]:
+def _take(path: Path, output: Path) -> tuple[int, bool]:
     """(file descriptor of the lock, whether a file lock is held). Raises UserError if another run has it."""
-    path = folder / NAME
     while True:
         handle, locked = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), True
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             os.close(handle)
-            raise _refuse(folder, _owner(path)) from None
+            raise _refuse(path, output, _owner(path)) from None
         except OSError:  # a file system without locks: rely on the contents of the file
             locked = False
         with contextlib.suppress(FileNotFoundError):
@@ -66,20 +65,20 @@ def _take(folder: Path) -> tuple[int, bool]:
         os.close(handle)  # the previous run removed the file in the meantime
 
 
-def _check_owner(folder: Path, handle: int, locked: bool) -> None:
-    """Refuse a folder whose owner still runs where file locks do not show it: another machine, or no file locks."""
+def _check_owner(path: Path, output: Path, handle: int, locked: bool) -> None:
+    """Refuse an output whose owner still runs where file locks do not show it: another machine, or no file locks."""
     owner = _parsed(os.pread(handle, 4096, 0))  # closing a second descriptor would release the lock
     if owner.get("host") == socket.gethostname():
         alive = not locked and process_exists(int(owner.get("pid", 0)))
     else:
-        alive = bool(owner) and _clock_of(folder) - os.fstat(handle).st_mtime < STALE
+        alive = bool(owner) and _clock_of(path) - os.fstat(handle).st_mtime < STALE
     if alive:
-        raise _refuse(folder, owner)
+        raise _refuse(path, output, owner)
 
 
-def _clock_of(folder: Path) -> float:
+def _clock_of(path: Path) -> float:
     """The file system's time, which may differ from this machine's."""
-    probe = folder / f"{NAME}.now-{os.getpid()}"
+    probe = path.with_name(f"{path.name}.now-{os.getpid()}")
     probe.touch()
     try:
         return probe.stat().st_mtime
@@ -88,13 +87,19 @@ def _clock_of(folder: Path) -> float:
 
 
 @contextmanager
-def exclusive(folder: Path | str) -> Iterator[None]:
-    """Lock the folder of a run. Raises UserError naming host and process if another run has it."""
-    folder = Path(folder)
+def exclusive(output: Path | str, file: bool = False) -> Iterator[None]:
+    """Lock the output of a run. Raises UserError naming host and process if another run has it.
+
+    Args:
+        file: the output is a file, and the lock is beside it; else a folder, with the lock in it.
+    """
+    output = Path(output)
+    path = output.with_name(f"{output.name}{NAME}") if file else output / NAME
+    folder = path.parent
     made = not folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        handle, locked = _take(folder)
+        handle, locked = _take(path, output)
     done = threading.Event()
 
     def touch() -> None:
@@ -104,7 +109,7 @@ def exclusive(folder: Path | str) -> Iterator[None]:
                 os.utime(handle)
 
     try:
-        _check_owner(folder, handle, locked)
+        _check_owner(path, output, handle, locked)
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with writing(folder):
             os.ftruncate(handle, 0)
@@ -118,7 +123,7 @@ def exclusive(folder: Path | str) -> Iterator[None]:
     finally:
         done.set()
         with contextlib.suppress(OSError):
-            (folder / NAME).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             if made and not any(folder.iterdir()):  # the run failed before it wrote anything
                 folder.rmdir()
         os.close(handle)

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_spec.config import MedusaConfig, UserError
-from megatron_spec.export.block import unserved
-from megatron_spec.export.formats import read_draft
-from megatron_spec.export.formats.block import algorithm_of, config_of
-from megatron_spec.export.formats.options import PARALLEL_KEYS, draft_window
-from megatron_spec.export.layout import QK_NORM_ARCHITECTURES, SERVED_BY
+from megatron_spec.config import UserError
+from megatron_spec.export.check import kind_of, refusals
+from megatron_spec.export.formats.options import PARALLEL_KEYS
+from megatron_spec.export.tensor_files import read_entries
 from megatron_spec.runtime.files import read_object
 from megatron_spec.runtime.hub import is_hub_name, model_folder
 from megatron_spec.runtime.provenance import trained_steps
@@ -25,11 +23,12 @@ log = logging.getLogger(__name__)
 Engine = Literal["vllm", "sglang", "trtllm"]
 Method = Literal["eagle3", "eagle", "medusa", "dflash", "dspark", "ngram", "sa", "draft_target", "pard", "mtp"]
 
-_METHODS: tuple[tuple[str, Method], ...] = (
-    ("Eagle3", "eagle3"), ("PEagle", "eagle3"), ("Peagle", "eagle3"), ("LlamaForCausalLMEagle", "eagle"),
-    ("MedusaModel", "medusa"), ("DFlash", "dflash"), ("DSpark", "dspark"),
-)  # fmt: skip
-"""Part of an architecture's name -> method; the first that fits counts."""
+_METHODS: dict[str, Method] = {
+    "EAGLE-3": "eagle3", "EAGLE-1": "eagle", "Medusa": "medusa", "DFlash": "dflash", "DSpark": "dspark",
+}  # fmt: skip
+"""Kind of a folder (`export.check.kind_of`) -> method."""
+_SPECULATORS: dict[str, Method] = {"eagle3": "eagle3", "peagle": "eagle3", "eagle": "eagle"}
+"""The same for `speculators_model_type`."""
 NAMES: dict[Method, str] = {
     "eagle3": "EAGLE-3", "eagle": "EAGLE-1", "medusa": "Medusa", "dflash": "DFlash", "dspark": "DSpark",
     "ngram": "NGram", "sa": "SA", "draft_target": "DraftTarget", "pard": "PARD", "mtp": "MTP",
@@ -37,7 +36,6 @@ NAMES: dict[Method, str] = {
 ENGINES: dict[Engine, str] = {
     "vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM (PyTorch backend)",
 }  # fmt: skip
-_SPECULATORS = "it is in the format of speculators (write it again with tools/check_export.py --fix, or export hf)"
 _SECOND_MODEL = ("draft_target", "pard")
 
 
@@ -56,7 +54,7 @@ class Speculation:
         enable_global_pool, global_pool_size: SA: also look up in other requests, and how many to keep.
         sa_threshold: beside EAGLE-3, MTP or PARD: a match of at least this length replaces the draft's tokens.
         relaxed: MTP: (relaxed_topk, relaxed_delta) of relaxed acceptance in a thinking phase; None verifies exactly.
-        unserved: engine -> why it would compute another draft than was trained.
+        unserved: engine -> why it would not load the draft, or compute another one than was trained.
     """
 
     method: Method
@@ -101,8 +99,10 @@ class Speculation:
             raise UserError(f"{ENGINES[engine]} does not serve {NAMES[self.method]} drafts; it serves {known}")
         if engine in self.unserved:
             others = [ENGINES[e] for e in ENGINES if e not in self.unserved]
-            instead = f"; serve it with {' or '.join(others)}" if others else "; no engine serves it"
-            raise UserError(f"{ENGINES[engine]} does not serve this draft: {self.unserved[engine]}{instead}")
+            instead = f"serve it with {' or '.join(others)}"
+            if not others:
+                instead = "no engine serves it as it is; tools/check_export.py says how to repair it"
+            raise UserError(f"{ENGINES[engine]} does not serve this draft: {self.unserved[engine]}; {instead}")
 
     def require_plain(self, engine: str) -> None:
         """Raise UserError for options that only TensorRT-LLM has."""
@@ -111,13 +111,16 @@ class Speculation:
 
 
 def exported(
-    folder: Path | str, max_draft_len: int | None = None, place: Path | str | None = None, **options: Any
-) -> Speculation:
+    folder: Path | str, max_draft_len: int | None = None, place: Path | str | None = None,
+    base: Path | str | None = None, **options: Any,
+) -> Speculation:  # fmt: skip
     """Drafting with the exported draft in `folder` or `folder/draft`, or of that name on the hub.
 
     Args:
-        max_draft_len: draft length (default: 3; for DFlash and DSpark all tokens of a block).
+        max_draft_len: draft length (default: 3, or that of speculators' config.json; for DFlash and DSpark all tokens
+            of a block).
         place: path it will be served from, if other than `folder`.
+        base: folder of the target; without it, rules that depend on the target are skipped.
         options: further fields of `Speculation`.
 
     Raises UserError if no engine serves what the folder holds, or the draft is too short for max_draft_len.
@@ -127,70 +130,44 @@ def exported(
         path = path / "draft"
     config = read_object(path / "config.json")
     model = str(folder) if named else str(Path(place or path).resolve())  # an engine downloads it itself
-    if config.get("speculators_model_type") in ("eagle3", "peagle"):
-        parallel = config["speculators_model_type"] == "peagle"
-        lost: dict[Any, str] = dict.fromkeys(("sglang", "trtllm"), _SPECULATORS)
-        return Speculation("eagle3", max_draft_len or 3, model, parallel=parallel, unserved=lost, **options)
-    architectures = config.get("architectures") or []
-    method = next((m for part, m in _METHODS for name in architectures if part in name), None)
-    method = method or _method_of_tensors(path, architectures)
+    method = _method(path, config, named)
     length = _draft_len(method, config, max_draft_len)
-    named = any(part in name for part in ("PEagle", "Peagle") for name in architectures)
-    parallel = method == "eagle3" and (named or any(config.get(key) not in (None, False) for key in PARALLEL_KEYS))
+    names, kind = config.get("architectures") or [], config.get("speculators_model_type")
+    marked = any(part in name for part in ("PEagle", "Peagle") for name in names) or kind == "peagle"
+    marked = marked or any(config.get(key) not in (None, False) for key in PARALLEL_KEYS)
+    parallel = method == "eagle3" and marked
     most = trained_steps(path) if parallel else None
     if most is not None and (max_draft_len or 0) > most:
         raise UserError(f"--max-draft-len {length}, but this P-EAGLE draft was trained to propose {most} tokens")
     length = min(length, most or length)
-    lost = _unserved(config) if method in ("dflash", "dspark") else _dropped(config)
+    lost = refusals(folder if named else path, base)
     return Speculation(method, length, model, _captures(config), parallel, unserved=lost, **options)
 
 
-def _unserved(config: dict[str, Any]) -> dict[Any, str]:
-    """`Speculation.unserved` of a block draft with a readable config.json; {} for other drafts."""
-    try:
-        return dict(unserved(config_of(config), config)) if algorithm_of(config) is not None else {}
-    except UserError:
-        return {}
-
-
-def _dropped(config: dict[str, Any]) -> dict[Any, str]:
-    """`Speculation.unserved` of an EAGLE draft: options of its config.json that an engine silently drops."""
-    nested = config.get("eagle_config") or {}
-    found = [name for name in SERVED_BY if name != "parallel_drafting" and (config.get(name) or nested.get(name))]
-    if "sliding_window" in found and not draft_window(config):
-        found.remove("sliding_window")
-    if set(config.get("architectures") or []) & set(QK_NORM_ARCHITECTURES):
-        found.append("qk_norm")
-    lost = {engine: [name for name in found if engine not in SERVED_BY[name]] for engine in ENGINES}
-    return {engine: f"it does not compute {', '.join(names)}" for engine, names in lost.items() if names}
-
-
-def _method_of_tensors(path: Path, architectures: list[Any]) -> Method:
-    """Method of a folder whose config.json does not name it. Raises UserError if no engine serves it."""
-    try:
-        config = read_draft(path).config
-    except UserError as e:
+def _method(path: Path, config: dict[str, Any], named: bool) -> Method:
+    """Method of a draft. Raises UserError if no engine serves it by itself."""
+    kind = kind_of(config, {})
+    if kind not in _METHODS and not named:  # its tensors may tell
+        kind = kind_of(config, read_entries(path))
+    method = _METHODS.get(kind) or _SPECULATORS.get(config.get("speculators_model_type", ""))
+    if method is None:
         raise UserError(
-            f"{path}: found architectures {architectures}, expected an exported EAGLE-3, EAGLE-1, Medusa, DFlash or "
-            f"DSpark draft, which engines serve ({e})"
-        ) from None
-    if config.is_module:
-        raise UserError(f"{path}: found architectures {architectures}: an MTP draft that no engine serves by itself")
-    method: Method = "medusa" if isinstance(config, MedusaConfig) else "eagle3" if config.reads_captures else "eagle"
-    log.warning(
-        "%s: engines do not know this %s draft by its architectures %s: tools/check_export.py --fix writes it again",
-        path, NAMES[method], architectures,
-    )  # fmt: skip
+            f"{path}: found architectures {config.get('architectures') or []} ({kind}), expected an exported EAGLE-3, "
+            "EAGLE-1, Medusa, DFlash or DSpark draft, which engines serve"
+        )
     return method
 
 
 def _draft_len(method: Method, config: dict[str, Any], asked: int | None) -> int:
     """Tokens drafted per step. Raises UserError beyond what the draft can propose."""
     heads, block = config.get("medusa_num_heads"), config.get("block_size")
-    if heads is not None and (asked or 3) > heads:
-        raise UserError(f"--max-draft-len {asked or 3}, but the draft has {heads} Medusa heads")
+    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    if heads is not None and asked is None:
+        return min(3, heads)
+    if heads is not None and asked > heads:
+        raise UserError(f"--max-draft-len {asked}, but the draft has {heads} Medusa heads")
     if block is None or method not in ("dflash", "dspark"):
-        return 3 if asked is None else asked
+        return (proposals[0].get("speculative_tokens") or 3) if asked is None else asked
     longest = block - 1 if method == "dflash" else block  # DFlash's first slot is the known token
     if asked is not None and asked > longest:
         raise UserError(f"--max-draft-len {asked}, but a block of this draft proposes {longest} tokens")

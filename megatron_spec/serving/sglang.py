@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_spec.config import UserError
 from megatron_spec.serving.draft import Method, Speculation
 
 IMAGE = "lmsysorg/sglang:latest"
@@ -17,14 +16,12 @@ def sglang_command(
 ) -> list[str]:
     """Arguments that start a server which drafts one chain (no tree).
 
-    SGLang counts the verified tokens: the drafted ones and the last accepted one. Raises UserError for drafts that it
-    does not serve.
+    SGLang counts the verified tokens: the drafted ones and the last accepted one; it has /metrics only on request.
+    Raises UserError for drafts that it does not serve.
     """
     plan.require(tuple(_ALGORITHMS), "sglang")
     plan.require_plain("SGLang")
-    if plan.parallel:
-        raise UserError("SGLang does not serve EAGLE-3 drafts that propose in parallel (P-EAGLE): use vLLM")
-    command = ["python3", "-m", "sglang.launch_server", "--model-path", base, "--port", str(port)]
+    command = ["python3", "-m", "sglang.launch_server", "--enable-metrics", "--model-path", base, "--port", str(port)]
     command += ["--host", host] if host else []
     command += ["--tp", str(tp_size)] if tp_size > 1 else []
     command += ["--speculative-algorithm", _ALGORITHMS[plan.method]]

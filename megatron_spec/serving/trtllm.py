@@ -65,8 +65,6 @@ def _speculative_config(plan: Speculation, older: bool) -> dict[str, Any]:
     if plan.method not in types and plan.method in _TYPES:
         raise UserError(f"--older: TensorRT-LLM knows {NAMES[plan.method]} from release 1.3 on, leave --older out")
     plan.require(tuple(types), "trtllm")
-    if plan.parallel:
-        raise UserError("TensorRT-LLM does not serve EAGLE-3 drafts that propose in parallel (P-EAGLE): use vLLM")
     config: dict[str, Any] = {"decoding_type": types[plan.method], "max_draft_len": plan.max_draft_len}
     if plan.model is not None:
         config["speculative_model_dir" if older else "speculative_model"] = plan.model

@@ -15,6 +15,8 @@ IMAGE = "vllm/vllm-openai:latest"
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:25.08-vllm-python-py3"
 MEMORY = 0.9
 """Share of a GPU's memory that vLLM takes when it is alone (its own default)."""
+OTHER_MODELS = ("base_model", "draft_target_model")
+"""Models of a Triton repository beside the one with the draft."""
 _METHODS: dict[Method, str] = {
     "eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp",
     "ngram": "ngram", "draft_target": "draft_model", "pard": "draft_model",
@@ -52,14 +54,18 @@ def triton_models(
 
     Args:
         memory: share of GPU memory for one model.
+
+    Raises UserError if the first one is named like another.
     """
+    if name in OTHER_MODELS:
+        raise UserError(f"--name {name} is that of a model to compare with: give another one")
     engine: dict[str, Any] = {"model": base, "gpu_memory_utilization": memory}
     if tp_size > 1:
         engine["tensor_parallel_size"] = tp_size
     models: dict[str, dict[str, Any]] = {name: {**engine, "speculative_config": speculative_config(plan)}}
-    models["base_model"] = dict(engine)
+    models[OTHER_MODELS[0]] = dict(engine)
     if other is not None:
-        models["draft_target_model"] = {**engine, "speculative_config": speculative_config(other)}
+        models[OTHER_MODELS[1]] = {**engine, "speculative_config": speculative_config(other)}
     return models
 
 

@@ -143,7 +143,7 @@ def train(
         while position.iteration < last:
             begin = time.monotonic()
             torch.manual_seed(train.seed * 1_000_003 + position.done)
-            trainer.iteration = position.iteration
+            trainer.iteration = position.done
             batches, features, count = ahead.step()
             describe = f"iteration {position.iteration + 1}, samples {[b.sample_ids for b in batches]}"
             result = trainer.step(features, describe, count, ahead.prepare)

@@ -56,7 +56,7 @@ class Trainer:
     ends: BaseEnds
     objective: ObjectiveConfig
     iteration: int = 0
-    """Of the coming step: a part of the objective may change with it."""
+    """Steps that this run has done: a part of the objective may change with it."""
 
     def backward(self, features: Iterable[Features], count: int | None = None) -> tuple[Tensor, Tensor]:
         """Accumulate gradients over micro-batches; reduce sums and gradients.

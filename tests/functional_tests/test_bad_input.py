@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.functional_tests.script_helpers import SCRIPTS, refuse, run_script, write_inputs
+from tests.functional_tests.script_helpers import SCRIPTS, refuse, run_script, succeed, write_inputs
+from tests.held import held
 from tests.worlds import run_world
 
 
@@ -43,6 +44,20 @@ def test_half_written_checkpoint(place: Path, tmp_path: Path) -> None:
     )
     assert "incomplete" in message and "metadata.json" in message
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"), [("generate", []), ("validate", ["--decoding-type", "NGram"])], ids=["generate", "validate"]
+)
+def test_a_second_run_into_a_file_is_refused(place: Path, tmp_path: Path, script: str, flags: list[str]) -> None:
+    output = tmp_path / "out.jsonl"
+    with held(output, file=True) as other:
+        data = ["--data", place / "train.jsonl", "--num-prompts", 1, "--max-new-tokens", 2]
+        message = refuse(script, "--base", place / "base", "--output", output, *data, *flags)
+        assert f"{output} is in use by process {other.pid}" in message
+        assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl.lock"]
+    succeed(script, "--base", place / "base", "--output", output, *data, *flags)
+    assert output.is_file() and not list(tmp_path.glob("*.lock"))
 
 
 def in_process(action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

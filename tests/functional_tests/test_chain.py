@@ -76,8 +76,9 @@ def test_training_learns_and_reports(chain: Path) -> None:
 def test_quantised_training_starts_where_training_ended(chain: Path) -> None:
     tuned, qat = metrics(chain / "tuned"), metrics(chain / "qat")
     assert len(qat) == 6
-    # fp8 changes a random teacher, and the loss by up to a fifth; that of an untrained draft is far above.
-    assert mean_loss(qat) < 0.85 * mean_loss(tuned[:6])
+    # Of the same samples: fp8 changes a random teacher, and the loss by up to a fifth; that of an untrained draft is
+    # far above, but falls fast.
+    assert float(qat[0]["loss"]) < 0.75 * float(tuned[0]["loss"])  # type: ignore[arg-type]
 
 
 def test_a_quantised_checkpoint_says_how_its_draft_was_trained(chain: Path) -> None:

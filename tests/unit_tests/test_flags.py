@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import importlib.util
@@ -291,6 +292,8 @@ def test_settings_without_effect_are_refused() -> None:
         (lambda: runs.ConvertRun("b", "s", draft="d", seed=1), "--seed does nothing with --draft"),
         (lambda: runs.ConvertRun("b", "s", eagle_algorithm="eagle-mtp", mtp_from_base=True, seed=1), "--mtp-from-base"),
         (lambda: runs.GenerateRun(None, "o", base="b", synthesize=2, num_prompts=2), "--num-prompts is for --data"),
+        (lambda: runs.GenerateRun("d", "o", base="b", decode=DecodeConfig(seed=3)), "--seed is that of sampling"),
+        (lambda: runs.ValidateRun("d", base="b", decode=DecodeConfig(seed=3)), "--seed is that of sampling"),
         (lambda: presets.objective_for(
             presets.eagle_config(BASE, "p-eagle", {"sliding_window": 6, "mask_token_id": 3}),
             ObjectiveConfig(ttt_steps=7),
@@ -318,6 +321,42 @@ def test_settings_without_effect_are_refused() -> None:
     for make, message in cases:
         with pytest.raises(UserError, match=message):
             make()
+
+
+def test_defaults_given_without_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag counts as given whatever its value is."""
+    default, objective = finetune("--micro-batch-size", "1")[0].objective, finetune("--ttt-steps", "7")[0].objective
+    assert objective == default and objective.sets("ttt_steps") and not default.sets("ttt_steps")
+    assert objective.replace(temperature=2.0).sets("ttt_steps") and not objective.sets("temperature")
+    blocks = presets.block_config(BASE, "dflash", {"mask_token_id": 3, "block_size": 5})
+    heads = presets.medusa_config(BASE)
+    for words, config, message in (
+        (["--ttt-steps", "7"], heads, "--ttt-steps 7, but the draft has 4 Medusa heads"),
+        (["--ttt_steps=7"], blocks, "--ttt-steps 7, but a block of"),
+        (["--in-vocab-only"], blocks, "--in-vocab-only: no effect on dflash"),
+        (["--anchors", "512"], heads, "--anchors: only for block drafts"),
+        (["--feature-noise", "0.1"], heads, "--feature-noise belongs to eagle1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            presets.objective_for(config, finetune(*words)[0].objective)
+        assert presets.objective_for(config, finetune()[0].objective)
+    assert presets.objective_for(heads, finetune("--ttt-steps", "4")[0].objective).ttt_steps == 4
+    decode = ("--data", "d", "--output", "o", "--base", "b")
+    said_of = lambda *words: said(runs.GenerateRun, capsys, *decode, *words)  # noqa: E731
+    assert "top_p needs a temperature above 0" in said_of("--top-p", "1")
+    assert "--seed is that of sampling" in said_of("--seed", "0")
+    run = cli.Parser("x", runs.GenerateRun).parse_args([*decode, "--max-draft-len", "3", "--relaxed-topk", "1"]).run
+    with pytest.raises(UserError, match="--max-draft-len needs a draft"):
+        check_undrafted(run.decode)
+    with pytest.raises(UserError, match="--relaxed-topk does nothing"):
+        check_options(run.decode, "Eagle3")
+    for words in (
+        ["--temperature", "1", "--seed", "0"],
+        ["--decoding-type", "User", "--drafter", "m:C", "--seed", "0"],
+    ):
+        assert cli.Parser("x", runs.GenerateRun).parse_args([*decode, *words]).run
+    made_up = ["--output", "o", "--base", "b", "--synthesize", "2", "--seed", "0"]
+    assert cli.Parser("x", runs.GenerateRun).parse_args(made_up).run
 
 
 def test_the_loss_that_is_asked_for_is_taken() -> None:
@@ -395,10 +434,41 @@ def test_help_imports_no_torch_and_few_modules() -> None:
     assert done.stdout.splitlines()[-1] == "[] True", done.stdout[-300:] + done.stderr[-2000:]
 
 
+def load(path: Path) -> Any:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_every_script_is_made_from_its_run() -> None:
-    for path in SCRIPTS:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module: Any = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        assert module.parser().run_class in RUNS
+    assert all(load(path).parser().run_class in RUNS for path in SCRIPTS)
+
+
+def parsers() -> list[argparse.ArgumentParser]:
+    """Those of all scripts and of the tools that users run."""
+    found: list[argparse.ArgumentParser] = [load(path).parser() for path in SCRIPTS]
+    tools = [path for path in sorted((ROOT / "tools").glob("*.py")) if "def make_parser(" in path.read_text()]
+    return found + [load(path).make_parser() for path in tools]
+
+
+def test_help_describes_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has to be given is shown without brackets, also beside flags that are wrong."""
+    monkeypatch.setenv("COLUMNS", "200")
+    found = parsers()
+    assert len(found) > 15
+    for parser in found:
+        with pytest.raises(SystemExit) as left:
+            parser.parse_args(["--help"])
+        text = capsys.readouterr().out
+        assert left.value.code == 0 and "(default: )" not in text
+        for action in parser._actions:
+            assert action.help, (parser.prog, action.dest)
+            if action.option_strings and action.required:
+                assert f"[{action.option_strings[0]} " not in text, (parser.prog, action.dest)
+                assert f" {action.option_strings[0]} " in text.partition("\n\n")[0], (parser.prog, action.dest)
+    with pytest.raises(SystemExit):
+        found[0].parse_args([])
+    assert "the following arguments are required: --load, --save" in capsys.readouterr().err

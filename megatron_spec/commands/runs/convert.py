@@ -79,5 +79,5 @@ class ConvertRun(Parallel, Precision, Layers, DraftRequest):
         """Raise UserError for flags that contradict one another."""
         super().validate()
         flag = "--mtp-from-base" if self.mtp_from_base else "--draft"
-        if (self.mtp_from_base or self.draft is not None) and self.seed != type(self).seed:
+        if (self.mtp_from_base or self.draft is not None) and self.sets("seed"):
             raise UserError(f"--seed does nothing with {flag}: no value is drawn; leave it out")

@@ -12,6 +12,14 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _check_seed(decode: DecodeConfig) -> None:
+    """Raise UserError for a seed of nothing. A drafter of the user's may draw whatever the temperature."""
+    require(
+        not decode.sets("seed") or decode.temperature > 0 or decode.decoding_type == "User",
+        "--seed is that of sampling, and at temperature 0 nothing is drawn: give --temperature, or leave it out",
+    )
+
+
 @dataclass(frozen=True)
 class ValidateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun):
     """validate.py: decode with and without the draft; report acceptance length and whether the texts are identical."""
@@ -37,6 +45,7 @@ class ValidateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
 
     def validate(self) -> None:
         """Raise UserError for flags that contradict one another."""
+        _check_seed(self.decode)
         require(not (self.bf16 and self.fp64), "--bf16 and --fp64: expected one of them")
         require(
             not (self.fp64 and self.layers.engine),
@@ -52,7 +61,7 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     """generate.py: generate a base's answers to prompts, with or without a draft."""
 
     data: str | None = option(metavar="JSONL")
-    """Prompts."""
+    """Prompts (not needed with --synthesize)."""
     output: str = option(metavar="JSONL")
     """Conversations with answers."""
     load: str | None = option(None, "DIR")
@@ -82,5 +91,7 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
         for name in ("question_temperature", "question_batch_size"):
             if self.synthesize is None and getattr(self, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')} is for --synthesize: leave it out")
+        if self.synthesize is None:  # else it is that of the questions, too
+            _check_seed(self.decode)
         if self.data is None and self.num_prompts is not None:
             raise UserError("--num-prompts is for --data: --synthesize already says how many questions are written")

@@ -43,11 +43,11 @@ class EvalRequest(Config):
         if self.interval:
             return
         for name in ("num_prompts", "max_draft_len", "max_new_tokens"):
-            field = self.__dataclass_fields__[name]
-            if getattr(self, name) != field.default:
+            if self.sets(name):
+                flag = flag_name(self.__dataclass_fields__[name])
                 raise UserError(
-                    f"--{flag_name(field)} does nothing without --eval-data and --eval-acceptance-interval: give them, "
-                    "or leave it out"
+                    f"--{flag} does nothing without --eval-data and --eval-acceptance-interval: give them, or leave it "
+                    "out"
                 )
 
 
@@ -58,9 +58,10 @@ class FinetuneRun(Parallel, ChatText, MovedBase, DraftModules, ModelRun):
     load: str = option(metavar="DIR")
     """Draft checkpoint to start from."""
     save: str = option("", "DIR")
-    """Folder of this run: checkpoints and metrics.jsonl. If it already holds the run, the run resumes."""
+    """Folder of this run: checkpoints and metrics.jsonl. If it already holds the run, the run resumes. Not needed with
+    --dry-run."""
     data: str | None = option(None, "JSONL")
-    """Conversations, one JSON object per line."""
+    """Conversations, one JSON object per line; or give --offline-data."""
     train: TrainConfig = group(TrainConfig)
     """Training loop."""
     objective: ObjectiveConfig = group(ObjectiveConfig)

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.export.base_rows import KEY, base_rows, changed
+from megatron_spec.export.base_rows import KEY, base_rows, changed, is_target
 from megatron_spec.export.check import block, eagle3, others
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.formats import DraftProblems, Reading, Source, open_source, read_draft
 from megatron_spec.export.native_mtp import is_own_module
 from megatron_spec.export.tensor_files import Entry
 from megatron_spec.runtime.files import read_object
-from megatron_spec.runtime.hub import model_folder
+from megatron_spec.runtime.hub import is_hub_name, model_folder
 
-__all__ = ["Engine", "Finding", "check_folder", "kind_of"]
+__all__ = ["Engine", "Finding", "check_folder", "kind_of", "refusals"]
 
 _CHECKS: dict[str, Callable[[Folder], Iterator[Finding]]] = {
     "EAGLE-3": eagle3.check,
@@ -44,6 +44,11 @@ _LOADED_BY: dict[str, tuple[tuple[Engine, ...], str]] = {
     "TensorRT-LLM legacy": (("trtllm",), "this is a checkpoint of TensorRT-LLM up to 1.2.1; export hf for the others"),
 }
 """Kind -> (engines that load it, what to do for other engines); every engine loads kinds that are not listed."""
+_CONFIG_RULES: dict[str, Callable[[Folder], Iterator[Finding]]] = {
+    "EAGLE-3": eagle3.served_by_some, "speculators": eagle3.served_by_some, "DFlash": block.served,
+    "DSpark": block.served,
+}  # fmt: skip
+"""Rules that need nothing but config.json."""
 
 
 def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
@@ -88,11 +93,16 @@ def _read(source: Source, kind: str, base: dict[str, Any] | None) -> tuple[list[
         return [Finding("config", str(e), "correct config.json")], None
 
 
-def _same_base(path: Path, base: Path) -> Iterator[Finding]:
-    """The target's embedding and LM head must be those the draft was trained with, if the export recorded them."""
+def _recorded_rows(path: Path) -> dict[str, str]:
+    """`base_rows` of the base that the draft was trained with, if the export recorded them."""
     run = read_object(path / "run.json") if (path / "run.json").is_file() else {}
     recorded = (run.get("config") or {}).get(KEY)
-    if isinstance(recorded, dict) and (names := changed(recorded, base_rows(base))):
+    return recorded if isinstance(recorded, dict) else {}
+
+
+def _same_base(recorded: dict[str, str], found: dict[str, str]) -> Iterator[Finding]:
+    """The target's embedding and LM head must be those the draft was trained with."""
+    if names := changed(recorded, found):
         yield Finding(
             "base", f"{' and '.join(names)} of the target are not those the draft was trained with: the target has "
             "been changed (rotated, finetuned), so its hidden states differ and no draft token will be accepted",
@@ -119,6 +129,54 @@ def _rules(kind: str, folder: Folder, unreadable: bool) -> Iterator[Finding]:
             raise
 
 
+def _embedding_compared(reading: Reading | None, target: str | None) -> bool:
+    """Settle whether the embedding in a draft's folder is its own; False if that cannot be told.
+
+    Args:
+        target: fingerprint of the target's.
+    """
+    if not isinstance(reading, Reading) or not getattr(reading.config, "own_embed_tokens", False):
+        return False
+    entry = reading.source.entries[reading.names["embed_tokens.weight"] or ""]
+    found = is_target(entry, target)
+    if found is not False:
+        reading.without_embedding("the target's, or not known to be another one")
+    return found is not None
+
+
+def _of_kind(kind: str, engine: Engine | None) -> Iterator[Finding]:
+    loaded_by, instead = _LOADED_BY.get(kind, (ALL, ""))
+    lost = tuple(e for e in ALL if e not in loaded_by and engine in (None, e))
+    if lost:
+        yield Finding(
+            "kind", f"this is a {kind} folder, not loaded by {', '.join(lost)}", instead, lost, engine is None
+        )
+
+
+def refusals(path: Path | str, base: Path | str | None = None) -> dict[Engine, str]:
+    """Engine -> what keeps it from loading a draft, or from computing it as trained.
+
+    A draft on the hub, whose weights only the engine downloads, is judged by its config.json alone.
+
+    Args:
+        base: the target's folder; without it, rules that depend on the target are skipped.
+
+    Raises UserError if the draft cannot be read at all.
+    """
+    if is_hub_name(path):
+        config = read_object(model_folder(path, weights=False) / "config.json")
+        kind, folder = kind_of(config, {}), Folder(Path(path), config, {})
+        findings = [*_CONFIG_RULES[kind](folder)] if kind in _CONFIG_RULES else []
+        findings += _of_kind(kind, None)
+    else:
+        findings = check_folder(path, base=base)
+    lost: dict[Engine, list[str]] = {}
+    for finding in findings:
+        for engine in finding.engines if finding.rule == "kind" or not finding.warning else ():
+            lost.setdefault(engine, []).append(finding.found)
+    return {engine: "; ".join(found[:3]) for engine, found in lost.items()}
+
+
 def check_folder(path: Path | str, engine: Engine | None = None, base: Path | str | None = None) -> list[Finding]:
     """All findings about a folder, for one engine or all of them; errors first.
 
@@ -135,16 +193,11 @@ def check_folder(path: Path | str, engine: Engine | None = None, base: Path | st
     source = open_source(path)
     kind = kind_of(source.raw, source.entries)
     problems, reading = _read(source, kind, base_json)
-    folder = Folder(path, read_object(path / "config.json"), source.entries, base_json, reading)
-    if base is not None and kind != "target":
-        problems += list(_same_base(path, model_folder(base, weights=False)))
+    rows = {} if base is None else base_rows(model_folder(base, weights=False))
+    recorded = _recorded_rows(path)
+    compared = _embedding_compared(reading, (rows or recorded).get("embed_tokens"))
+    folder = Folder(path, read_object(path / "config.json"), source.entries, base_json, reading, compared)
+    if kind != "target":
+        problems += list(_same_base(recorded, rows))
     findings = problems + [f for f in _rules(kind, folder, bool(problems)) if engine is None or engine in f.engines]
-    loaded_by, instead = _LOADED_BY.get(kind, (ALL, ""))
-    lost = tuple(e for e in ALL if e not in loaded_by and engine in (None, e))
-    if lost:
-        findings.append(
-            Finding(
-                "kind", f"this is a {kind} folder, which {', '.join(lost)} does not load", instead, lost, engine is None
-            )
-        )
-    return sorted(findings, key=lambda f: f.warning)
+    return sorted([*findings, *_of_kind(kind, engine)], key=lambda f: f.warning)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, cast
 
-from megatron_spec.config import BlockConfig
+from megatron_spec.config import BlockConfig, UserError
 from megatron_spec.export.block import unserved
 from megatron_spec.export.check.finding import Engine, Finding, Folder
 from megatron_spec.export.check.shared import check_fp8, check_rope, check_target
+from megatron_spec.export.formats.block import config_of
 
 
 def check(folder: Folder) -> Iterator[Finding]:
     """Check all rules; most need a readable folder."""
-    for rule in (_names, _precision, _served, _mask_token, _target_layers, check_rope, check_fp8, check_target):
+    for rule in (_names, _precision, served, _mask_token, _target_layers, check_rope, check_fp8, check_target):
         yield from rule(folder)
 
 
@@ -47,8 +49,12 @@ def _precision(folder: Folder) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _served(folder: Folder) -> Iterator[Finding]:
+def served(folder: Folder) -> Iterator[Finding]:
+    """Masks and heads that an engine does not compute. Needs no tensors."""
     config = _block(folder)
+    if config is None:
+        with contextlib.suppress(UserError):
+            config = config_of(folder.config)
     for engine, why in unserved(config, folder.config).items() if config is not None else ():
         yield Finding(
             "served", f"{engine} does not compute this draft: {why}", "serve it with another engine, or train it the "

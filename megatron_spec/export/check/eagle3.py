@@ -9,6 +9,8 @@ from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.export import layout
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.check.shared import check_biases, check_embedding, check_fp8, check_rope, check_target
+from megatron_spec.export.formats.eagle import CAPTURE_KEY, flatten
+from megatron_spec.export.formats.options import PARALLEL_KEYS, draft_window
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", *layout.QK_NORM_ARCHITECTURES)
 PARALLEL = ("PEagleDraftModel", "PeagleLlamaForCausalLM")
@@ -25,8 +27,8 @@ def check(folder: Folder) -> Iterator[Finding]:
     yield from findings
     if not any(f.rule == "config" for f in findings):
         for rule in (
-            _names, _later_layers, _mask_token, check_biases, _vocab_map, _served_by_some, _capture_ids, check_rope,
-            check_fp8, check_target, check_embedding,
+            _names, _later_layers, _mask_token, check_biases, _vocab_map, _qk_norm, served_by_some, _capture_ids,
+            check_rope, check_fp8, check_target, check_embedding,
         ):  # fmt: skip
             yield from rule(folder)
 
@@ -109,8 +111,36 @@ def _vocab_map(folder: Folder) -> Iterator[Finding]:
         yield Finding("t2d", "t2d is missing", "write it, bool [vocab_size]: the target ids in d2t", warning=True)
 
 
-def _served_by_some(folder: Folder) -> Iterator[Finding]:
-    """Options that only some engines compute; the others drop their tensors silently."""
+def _options(folder: Folder) -> list[str]:
+    """Options of `layout.SERVED_BY` that the draft has: of its configuration if it was read, else of config.json."""
+    if folder.reading is not None:
+        return [name for name in layout.SERVED_BY if getattr(folder.reading.config, name, False)]
+    raw = flatten(folder.config)
+    names, nested = set(raw.get("architectures") or []), raw.get("eagle_config") or {}
+    found = {name for name in layout.SERVED_BY if raw.get(name) or nested.get(name)} - {"sliding_window"}
+    found |= {"sliding_window"} if draft_window(raw) else set()
+    found |= {"qk_norm"} if names & set(layout.QK_NORM_ARCHITECTURES) else set()
+    parallel = names & set(PARALLEL) or any(raw.get(key) not in (None, False) for key in PARALLEL_KEYS)
+    found |= {"parallel_drafting"} if parallel or raw.get("speculators_model_type") == "peagle" else set()
+    ids = nested.get(CAPTURE_KEY) or raw.get(CAPTURE_KEY) or ()
+    width = len(ids) * (raw.get("target_hidden_size") or raw.get("hidden_size") or 0)
+    found |= {"fc_of_equal_widths"} if ids and width == raw.get("hidden_size") else set()
+    both = all(raw.get(name) or nested.get(name) for name in ("norm_before_fc", "fc_norm"))
+    found |= {"norm_before_fc_and_fc_norm"} if both else set()
+    return [name for name in layout.SERVED_BY if name in found]
+
+
+def served_by_some(folder: Folder) -> Iterator[Finding]:
+    """Options that only some engines compute; the others drop their tensors silently. Needs no tensors."""
+    for name in _options(folder):
+        served = layout.SERVED_BY[name]
+        lost = tuple(e for e in ALL if e not in served)
+        what = "P-EAGLE" if name == "parallel_drafting" else name
+        found = f"the draft has {what}, which {', '.join(lost)} do not compute: they silently drop it"
+        yield Finding(name, found, f"serve it with {' or '.join(served)}, or train without it", lost)
+
+
+def _qk_norm(folder: Folder) -> Iterator[Finding]:
     config = folder.reading.config if folder.reading is not None else None
     if not isinstance(config, EagleConfig):
         return
@@ -119,11 +149,6 @@ def _served_by_some(folder: Folder) -> Iterator[Finding]:
             "architectures", "norms over query and key heads under an architecture for which vLLM has none",
             f'write "architectures": {layout.QK_NORM_ARCHITECTURES} and "model_type": "qwen3"', ("vllm",),
         )  # fmt: skip
-    for name, served in layout.SERVED_BY.items():
-        lost = tuple(e for e in ALL if e not in served)
-        if getattr(config, name):
-            found = f"the draft has {name}, which {', '.join(lost)} do not compute: they silently drop it"
-            yield Finding(name, found, f"serve it with {' or '.join(served)}, or train without it", lost)
 
 
 def _capture_ids(folder: Folder) -> Iterator[Finding]:

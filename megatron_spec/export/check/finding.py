@@ -39,6 +39,8 @@ class Folder:
     base: dict[str, Any] | None = None
     reading: Reading | None = None
     """The draft, if it is readable."""
+    embedding_compared: bool = False
+    """It is known whether the draft's embedding is the target's: then `reading` says it."""
     prefix: str = field(init=False, default="")
     """'model.' when the tensor names have this prefix."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron_spec.export import layout, native_mtp
+from megatron_spec.export.check.eagle3 import served_by_some
 from megatron_spec.export.check.finding import Finding, Folder
 from megatron_spec.export.check.shared import check_biases, check_fp8, check_rope, check_target
+from megatron_spec.export.formats.eagle import flatten
 from megatron_spec.export.tensor_files import read_entries
 
 
@@ -90,17 +93,19 @@ def check_medusa(folder: Folder) -> Iterator[Finding]:
 
 
 def check_speculators(folder: Folder) -> Iterator[Finding]:
-    """EAGLE-3 in the format of the speculators library."""
-    config = folder.config
-    yield from _require(config, ("draft_vocab_size", "transformer_layer_config", "speculators_config", "architectures"))
-    if config.get("speculators_model_type") != "eagle3":
-        kind = config.get("speculators_model_type")
-        yield Finding("kind", f"speculators_model_type is {kind!r}: only eagle3 is checked here", "-", warning=True)
+    """EAGLE-3 and P-EAGLE in the format of the speculators library."""
+    config, kind = folder.config, folder.config.get("speculators_model_type")
+    if kind not in ("eagle3", "peagle"):
+        found = f"speculators_model_type is {kind!r}: only eagle3 and peagle are checked here"
+        yield Finding("speculators", found, "-", warning=True)
         return
-    if "embed_tokens.weight" not in folder.tensors:
+    yield from _require(config, ("draft_vocab_size", "transformer_layer_config", "speculators_config", "architectures"))
+    if kind == "eagle3" and "embed_tokens.weight" not in folder.tensors:
         yield Finding("missing", "missing embed_tokens.weight", "write the target's: this format always includes it")
     if any(n.startswith("midlayer.") for n in folder.tensors):
         yield Finding("midlayer", "the first layer is called midlayer", "rename midlayer.* to layers.0.*")
+    yield from served_by_some(folder)
+    yield from check_target(replace(folder, config=flatten(config)))
 
 
 # ---- TensorRT-LLM, legacy

@@ -138,7 +138,7 @@ def check_embedding(folder: Folder) -> Iterator[Finding]:
             "embedding", "target_hidden_size differs from hidden_size, but embed_tokens.weight is missing",
             "write the draft's own embedding",
         )  # fmt: skip
-    elif not own and "embed_tokens.weight" in folder.tensors:
+    elif not own and "embed_tokens.weight" in folder.tensors and not folder.embedding_compared:
         yield Finding(
             "embedding", "the folder holds embed_tokens.weight; vLLM uses it unless it equals the target's, SGLang and "
             "TensorRT-LLM use the target's", "leave it out unless it is bitwise the target's", warning=True,

@@ -247,17 +247,25 @@ def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
 def test_attention_without_a_kernel_is_this_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where Transformer Engine would hold all scores, its attention is left out, with a warning."""
-    save("llama", tmp_path / "base")
+    """Where Transformer Engine would hold all scores, its attention is left out, with a warning.
+
+    Two layers have a window and two have none: one probe for each.
+    """
+    save("qwen2 window", tmp_path / "base")
     reference, world = inspect_base(tmp_path / "base"), distributed.initialize()
-    choices = [{"use_flash_attention": False, "use_fused_attention": layer == 1} for layer in range(4)]
-    for fused, warnings in ((choices, 1), ([{}] * 4, 0), (choices[:1] * 4, 1)):
+    unfused = {"use_flash_attention": False, "use_fused_attention": False}
+    for fused, warnings in (
+        ([unfused, {**unfused, "use_fused_attention": True}], 1),
+        ([{}] * 2, 0),
+        ([unfused] * 2, 1),
+    ):
         left = iter(fused)
         monkeypatch.setattr(te, "backends", lambda left=left: next(left))
         caplog.clear()
         with te_stand_in.installed():
             base = load_base(reference, world, CAPTURES, layers=ENGINE)
-        expected = [not choice or choice["use_fused_attention"] for choice in fused]
+        assert not list(left)
+        expected = [not choice or choice["use_fused_attention"] for choice in fused for _ in range(2)]
         assert [bool(layer.self_attention.core_attention.engine) for _, layer in base.layers()] == expected
         assert base.paths.on("te_attention") == any(expected)
         before = Paths(replace(base.paths.setting, off=()))  # what the run was planned with, which its draft keeps

@@ -344,3 +344,23 @@ def test_megatron_checkpoint_without_config_json(megatron: list[dict[str, Any]])
 
 def test_megatron_checkpoint_of_another_depth(megatron: list[dict[str, Any]]) -> None:
     assert "found [layers, hidden] [3, 32], expected [2, 32]" in megatron[0]["wrong depth"]
+
+
+def test_a_config_json_that_contradicts_the_stored_arguments(
+    tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts, as arguments may be stale, but not without a word."""
+    args = argparse.Namespace(**ARGS, untie_embeddings_and_output_weights=True)
+    _save_megatron(tmp_path, _gpt("local", False, world), args, world)
+    plain = inspect_base(tmp_path).config
+    written = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 83, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10000.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert inspect_base(tmp_path).config.rope == plain.rope and not caplog.messages
+    (tmp_path / "config.json").write_text(json.dumps({**written, "rope_theta": 5e5, "rms_norm_eps": 1e-6}))
+    assert inspect_base(tmp_path).config.rope.theta == 5e5
+    assert "config.json counts, but contradicts the arguments in" in caplog.text
+    assert "norm_epsilon is 1e-05 there and 1e-06 here; rotary_base is 10000 there and 500000.0 here" in caplog.text

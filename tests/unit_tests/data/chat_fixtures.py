@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +87,14 @@ def write_lines(path: Path, conversations: list[Any]) -> Path:
     lines = [json.dumps({"conversations": messages}, ensure_ascii=False) for messages in conversations]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+@contextlib.contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """Limits files to `size` bytes, for any writer, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

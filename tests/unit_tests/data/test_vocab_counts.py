@@ -73,6 +73,7 @@ def test_stop_ids_come_from_all_three_sources(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     assert stop_token_ids(tmp_path, loaded) == (1, 3, 4, 9)
+    assert stop_token_ids(tmp_path / "elsewhere", loaded, tmp_path) == (1, 3, 4, 9)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
     with pytest.raises(UserError, match=r'config.json: eos_token_id is "</s>", expected an integer or a list'):
         stop_token_ids(tmp_path)

@@ -115,6 +115,37 @@ def test_gates_that_are_not_kept(policy: str, at_once: int, monkeypatch: pytest.
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
+class Damped(EagleDraft):
+    """Feeds back another state than EAGLE-3."""
+
+    def layer_step(self, hidden_SBH: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        """EAGLE-3's step, half of which is fed back."""
+        fed_SBH, normed_SBH = super().layer_step(hidden_SBH, *given)
+        return 0.5 * fed_SBH, normed_SBH
+
+
+def test_steps_of_a_subclass_and_hooks_are_not_skipped(taken: list[int]) -> None:
+    draft, ends = quantised(None)
+    plain = results(draft, ends)["loss"]
+    draft.__class__ = Damped
+    damped = results(draft, ends)["loss"]
+    fuse(draft)
+    assert torch.equal(results(draft, ends)["loss"], damped) and not torch.allclose(damped, plain, rtol=1e-3)
+    draft.__class__ = EagleDraft
+    draft.midlayer.mlp.register_forward_hook(lambda _module, _inputs, out: 2 * out)
+    assert not torch.allclose(results(draft, ends)["loss"], plain, rtol=1e-3)
+    assert not taken
+    draft.midlayer.mlp._forward_hooks.clear()
+    torch.testing.assert_close(results(draft, ends)["loss"], plain)
+    assert taken == [1]
+
+
+def test_a_head_that_training_would_not_use_is_refused() -> None:
+    with pytest.raises(TypeError, match="Scaled overrides logits, which training does not call"):
+        type("Scaled", (EagleDraft,), {"logits": lambda *_: None})
+    type("Whole", (EagleDraft,), {"logits": lambda *_: None, "forward": lambda *_: None})
+
+
 def test_cases_of_the_plain_unroll(taken: list[int]) -> None:
     """Clipped gradients, and calibration."""
     draft, ends = quantised(QuantConfig(base="none", clipped_ste=True))

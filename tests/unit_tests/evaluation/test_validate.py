@@ -230,7 +230,8 @@ def test_a_journal_of_other_modules_or_templates_is_not_continued(
     the same tokenizer and template."""
     from megatron_spec.commands import decode
 
-    words = shutil.copytree(chat.folder, tmp_path / "words", ignore=shutil.ignore_patterns("*.safetensors"))
+    others = shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json")
+    words = shutil.copytree(chat.folder, tmp_path / "words", ignore=others)
     template = words / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
 
@@ -242,6 +243,7 @@ def test_a_journal_of_other_modules_or_templates_is_not_continued(
 
     def killed(*args: Any, about: dict[str, Any], **options: Any) -> Any:
         seen.append(json.dumps(about))
+        assert options["stop_ids"] == {1, 2}, "those of the base count beside a tokenizer of another folder, too"
         raise KeyboardInterrupt
 
     monkeypatch.setattr(decode, "run_validation", killed)

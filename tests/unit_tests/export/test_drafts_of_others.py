@@ -498,7 +498,7 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     assert "no engine loads an eagle-mtp" in check_exportable(presets.eagle_config(base, "eagle-mtp"), base)[0]
     assert check_exportable(presets.eagle_config(base), base) == []
     own = presets.eagle_config(base, overrides={"own_embed_tokens": True})
-    assert "only vllm reads such an embedding" in check_exportable(own, base)[0]
+    assert "own_embed_tokens: only vllm can serve" in check_exportable(own, base)[0]
     five = presets.eagle_config(base, "eagle3", {"capture_layer_ids": "five"})
     assert check_exportable(five, base) == [
         "this draft has 5 capture_layer_ids, and engines were only tested with 3: try yours before a long training"
@@ -509,7 +509,7 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     assert check_exportable(presets.block_config(base, "dflash", {"mask_token_id": 1}), base) == []
     nobody = gated.replace(causal=True)
     assert "no engine serves such a draft" in check_exportable(nobody, base)[-1]
-    assert "only vllm computes" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
+    assert "only vllm can serve" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
 
 
 def test_a_base_that_was_changed_after_training(home: Home, tmp_path: Path) -> None:

@@ -188,6 +188,10 @@ def test_megatron_arguments() -> None:
         ({"num_experts": 8}, "num_experts=8"),
         ({"normalization": "LayerNorm", "swiglu": False}, "normalization='LayerNorm', swiglu=False"),
         ({"hidden_size": None}, "lack hidden_size"),
+        ({"window_size": (127, 0)}, r"window_size=\(127, 0\)"),
+        ({"no_rope_freq": 4, "qk_l2_norm": True}, "no_rope_freq=4, qk_l2_norm=True"),
+        ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one'"),
+        ({"squared_relu": True}, "squared_relu=True"),
     ],
 )
 def test_megatron_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> None:

@@ -16,6 +16,7 @@ from megatron_spec.decoding.engine import decode
 from megatron_spec.generation import synthesize as module
 from megatron_spec.generation.prompts import Prompt
 from megatron_spec.generation.synthesize import read_records, synthesize, synthesize_to_file
+from tests.unit_tests.data.chat_fixtures import disk_of
 from tests.unit_tests.decoding.tiny_models import CHAT_CONFIG
 
 
@@ -84,6 +85,19 @@ def test_file_is_in_the_order_of_the_prompts_and_readable(
     before = output.read_bytes()
     assert _to_file(chat, chat.prompts, output) == 0
     assert output.read_bytes() == before
+
+
+def test_full_disk_is_a_user_error_and_a_rerun_goes_on(
+    chat: Any, records: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    with disk_of(600), pytest.raises(UserError, match=r"out.jsonl.part0 cannot be written: larger than a file may be"):
+        _to_file(chat, chat.prompts, output)
+    assert not output.exists()
+    assert 0 < _to_file(chat, chat.prompts, output) <= len(chat.prompts)
+    assert [json.loads(line) for line in output.read_text().splitlines()] == [
+        records[p.identifier] for p in chat.prompts
+    ]
 
 
 def test_killed_run_resumes(

@@ -1,13 +1,10 @@
-"""One run at a time in a folder; locks of killed runs do not count."""
+"""One run at a time in a folder, or a file; locks of killed runs do not count."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,25 +12,15 @@ import pytest
 
 from megatron_spec.config import UserError
 from megatron_spec.runtime.lock import NAME, STALE, exclusive
-
-HOLD = """
-import os, signal, sys
-from megatron_spec.runtime.lock import exclusive
-with exclusive(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.readline()
-"""
+from tests.held import held
 
 
 def test_a_folder_in_use_names_host_and_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None and other.stdout.readline() == "held\n"
-    in_use = f"in use by process {other.pid} on {socket.gethostname()}"
-    with pytest.raises(UserError, match=in_use), exclusive(tmp_path / "run"):
-        pass
-    other.send_signal(signal.SIGKILL)
-    other.wait()
+    with held(tmp_path / "run") as other:
+        in_use = f"in use by process {other.pid} on {socket.gethostname()}"
+        with pytest.raises(UserError, match=in_use), exclusive(tmp_path / "run"):
+            pass
+        other.kill()
     assert (tmp_path / "run" / NAME).is_file(), "a killed run leaves it"
     with exclusive(tmp_path / "run"):
         assert json.loads((tmp_path / "run" / NAME).read_text())["pid"] == os.getpid()
@@ -41,6 +28,23 @@ def test_a_folder_in_use_names_host_and_process(tmp_path: Path) -> None:
     with exclusive(tmp_path / "new"):
         pass
     assert not (tmp_path / "new").exists(), "nothing was written"
+
+
+def test_a_file_in_use(tmp_path: Path) -> None:
+    """The lock is beside it; another file of the folder is free."""
+    output = tmp_path / "out" / "train.jsonl"
+    lock = output.with_name(f"train.jsonl{NAME}")
+    with held(output, file=True) as other:
+        in_use = f"jsonl is in use by process {other.pid}.* another file; .* remove {lock}"
+        with pytest.raises(UserError, match=in_use), exclusive(output, file=True):
+            pass
+        with exclusive(output.with_name("other.jsonl"), file=True):
+            pass
+        other.kill()
+    assert lock.is_file(), "a killed run leaves it"
+    with exclusive(output, file=True):
+        output.write_text("x")
+    assert [p.name for p in output.parent.iterdir()] == ["train.jsonl"]
 
 
 @pytest.mark.parametrize(("age", "stale"), [(0.0, False), (2 * STALE, True)])

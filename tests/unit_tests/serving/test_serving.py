@@ -6,29 +6,62 @@ import csv
 import itertools
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
-from megatron_spec.config import UserError
-from megatron_spec.export.block import SAME
+from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.export import check as export_check
+from megatron_spec.export import layout
+from megatron_spec.export.base_rows import KEY, base_rows
+from megatron_spec.export.check import check_folder
+from megatron_spec.runtime.provenance import write_run_json
+from megatron_spec.serving import draft as serving_draft
 from megatron_spec.serving.docker import docker_command, mounts
 from megatron_spec.serving.draft import Speculation, exported
 from megatron_spec.serving.sglang import sglang_command
 from megatron_spec.serving.trtllm import EngineOptions, trtllm_config, trtllm_yaml
 from megatron_spec.serving.vllm import speculative_config, triton_models, vllm_command, write_triton_repository
+from tests.unit_tests.export.test_rules import CONFIG, H, V, attends, good, other, write
 from tools import make_serving_config
 
 ROOT = Path(__file__).parents[3]
+BASE = BaseConfig(
+    family="llama", hidden_size=H, intermediate_size=12, num_layers=8, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=4, vocab_size=V, max_position_embeddings=64,
+)  # fmt: skip
 
 
-def draft(folder: Path, **keys: Any) -> Path:
+def draft(folder: Path, kind: str = "eagle3", **keys: Any) -> Path:
+    """An exported draft without faults, and with other keys in its config.json."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    tensors, config = good() if kind == "eagle3" else other(kind)
+    return write(folder, tensors, {**config, **keys})
+
+
+def trained(folder: Path, **options: Any) -> Path:
+    """An EAGLE-3 draft with other options, as it is exported."""
+    config = CONFIG.replace(**options)
+    tensors = {name: torch.ones(shape) for name, (_, shape) in layout.expected_tensors(config, "float32").items()}
+    return write(
+        folder,
+        tensors | {name: good()[0][name] for name in ("d2t", "t2d")},
+        layout.config_json(config, BASE, "float32"),
+    )
+
+
+def base_folder(folder: Path, **keys: Any) -> Path:
+    """A target's config.json, which fits the drafts."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"], **keys}))
+    values = {"hidden_size": H, "vocab_size": V, "max_position_embeddings": 64, "num_hidden_layers": 8, **keys}
+    (folder / "config.json").write_text(json.dumps(values))
     return folder
 
 
@@ -57,35 +90,132 @@ def test_trtllm_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"eagle_aux_hidden_state_layer_ids": [1, 7]},
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 6]}},
-        {"eagle_aux_hidden_state_layer_ids": [1, 7], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 6]}},
+        {"eagle_aux_hidden_state_layer_ids": [1, 4, 7]},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}},
+        {
+            "eagle_aux_hidden_state_layer_ids": [1, 4, 7],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]},
+        },
     ],
 )
 def test_trtllm_gets_other_capture_layers(tmp_path: Path, keys: dict[str, Any]) -> None:
     config = trtllm_config(exported(draft(tmp_path / "draft", **keys)))
-    assert config["speculative_config"]["eagle3_layers_to_capture"] == [0, 6]
+    assert config["speculative_config"]["eagle3_layers_to_capture"] == [0, 3, 6]
 
 
 def test_every_engine_gets_supported_kinds(tmp_path: Path) -> None:
-    kinds = {"eagle": ["LlamaForCausalLMEagle", "LlamaForCausalLM"], "medusa": ["MedusaModel"]}
-    for method, architectures in kinds.items():
-        plan = exported(draft(tmp_path / method, architectures=architectures, medusa_num_heads=3))
+    for method, kind, length in (("eagle", "eagle1", 3), ("medusa", "medusa", 2)):
+        plan = exported(draft(tmp_path / method, kind))
+        assert plan.max_draft_len == length
         assert json.loads(vllm_command(plan, "/base")[-1])["method"] == method
         with pytest.raises(UserError, match="does not serve"):
             trtllm_config(plan)
     assert "EAGLE" in sglang_command(exported(tmp_path / "eagle"), "/base")
     with pytest.raises(UserError, match="SGLang does not serve Medusa"):
         sglang_command(exported(tmp_path / "medusa"), "/base")
-    with pytest.raises(UserError, match="has 3 Medusa heads"):
+    with pytest.raises(UserError, match="has 2 Medusa heads"):
         exported(tmp_path / "medusa", 4)
     with pytest.raises(UserError, match="expected an exported EAGLE-3, EAGLE-1, Medusa, DFlash or"):
-        exported(draft(tmp_path / "mtp", architectures=["LlamaForCausalLMMTP"]))
-    speculators = draft(tmp_path / "s", architectures=["Eagle3Speculator"], speculators_model_type="eagle3")
-    assert exported(speculators).method == "eagle3"
-    exported(speculators).require(("eagle3",), "vllm")
-    with pytest.raises(UserError, match="SGLang does not serve this draft: it is in the format of speculators"):
-        exported(speculators).require(("eagle3",), "sglang")
+        exported(draft(tmp_path / "mtp", "mtp"))
+
+
+def speculators(folder: Path, model_type: str = "eagle3", **layer: Any) -> Path:
+    """The same draft in the format of speculators."""
+    tensors, config = good()
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    if model_type == "peagle":
+        renamed["mask_hidden"] = torch.ones(1, 3 * H)
+    top = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": model_type, "speculators_version": "0.9.0",
+        "draft_vocab_size": config["draft_vocab_size"], "norm_before_residual": False, "tie_word_embeddings": False,
+        "speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}]},
+        **({"mask_token_id": 7} if model_type == "peagle" else {}),
+    }  # fmt: skip
+    nested = {key: value for key, value in config.items() if key not in ("architectures", "draft_vocab_size")}
+    layer = {**nested, "model_type": "llama", **layer}
+    return write(
+        folder, {**renamed, "embed_tokens.weight": torch.ones(V, H)}, {**top, "transformer_layer_config": layer}
+    )
+
+
+def test_speculators_are_for_vllm(tmp_path: Path) -> None:
+    """With the length that its config.json proposes; all other checks are those of every format."""
+    folder = speculators(tmp_path / "s")
+    plan = exported(folder)
+    assert (plan.method, plan.parallel, plan.max_draft_len, exported(folder, 2).max_draft_len) == (
+        "eagle3",
+        False,
+        5,
+        2,
+    )
+    assert speculative_config(plan)["num_speculative_tokens"] == 5
+    for refuse in (trtllm_config, lambda p: sglang_command(p, "/b")):
+        with pytest.raises(UserError, match=r"serve this draft: this is a speculators folder.*; serve it with"):
+            refuse(plan)
+    with pytest.raises(UserError, match="--max-draft-len must be at least 1, found 0"):
+        exported(folder, 0)
+    parallel = speculators(tmp_path / "p", "peagle")
+    assert exported(parallel).parallel and speculative_config(exported(parallel))["parallel_drafting"]
+    write_run_json(parallel, {"ttt_steps": 4})
+    assert exported(parallel).max_draft_len == 4
+    with pytest.raises(UserError, match="--max-draft-len 6, but this P-EAGLE draft was trained to propose 4 tokens"):
+        exported(parallel, 6)
+    with pytest.raises(UserError, match="vLLM does not serve this draft: max_position_embeddings is 32, the target's"):
+        short = speculators(tmp_path / "short", max_position_embeddings=32)
+        speculative_config(exported(short, base=base_folder(tmp_path / "base")))
+    (tensor_file := folder / "model.safetensors").write_bytes(b"x" * 99)
+    with pytest.raises(UserError, match=f"{tensor_file} is not a safetensors file"):
+        exported(folder)
+
+
+def test_folders_that_no_engine_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rules of check_export.py decide; warnings do not count."""
+    tensors, config = good()
+    base = base_folder(tmp_path / "base")
+    broken = write(tmp_path / "broken", {n: t for n, t in tensors.items() if "hidden_norm" not in n}, config)
+    for engine in ("vllm", "sglang", "trtllm"):
+        with pytest.raises(
+            UserError, match=r"does not serve this draft: missing midlayer.hidden_norm.*check_export\.py"
+        ):
+            run(capsys, str(broken), "--engine", engine, "--base", str(base))
+    with pytest.raises(UserError, match=r"holds no \.safetensors file"):
+        (broken / "model.safetensors").unlink()
+        run(capsys, str(broken), "--engine", "vllm", "--base", str(base))
+    renamed = {name.replace("midlayer", "layers.0"): tensor for name, tensor in tensors.items()}
+    assert "vllm" in run(capsys, str(write(tmp_path / "w", renamed, config)), "--engine", "vllm", "--base", str(base))
+    prefixed = write(tmp_path / "p", {f"model.{name}": tensor for name, tensor in tensors.items()}, config)
+    assert "EAGLE3" in run(capsys, str(prefixed), "--engine", "sglang", "--base", str(base))
+    with pytest.raises(UserError, match=r"tensor names begin with 'model.', which vLLM refuses; serve it with SGLang"):
+        run(capsys, str(prefixed), "--engine", "vllm", "--base", str(base))
+    last = draft(
+        tmp_path / "last", eagle_aux_hidden_state_layer_ids=[1, 4, 8],
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 7]},
+    )  # fmt: skip
+    assert "EAGLE3" in run(capsys, str(last), "--engine", "sglang", "--base", "hub/name")  # not known here
+    with pytest.raises(UserError, match="SGLang never delivers; serve it with vLLM or TensorRT-LLM"):
+        run(capsys, str(last), "--engine", "sglang", "--base", str(base))
+
+
+@pytest.mark.parametrize("told", ["base", "run.json", "nobody"])
+def test_a_draft_with_an_embedding_of_its_own(tmp_path: Path, told: str) -> None:
+    """Only vLLM reads one. What equals the target's is not its own; without the target the export's record tells."""
+    base = base_folder(tmp_path / "base")
+    save_file({"model.embed_tokens.weight": torch.ones(V, H)}, base / "model.safetensors")
+    for value, own in ((2.0, True), (1.0, False)):
+        folder = trained(tmp_path / f"{value}", own_embed_tokens=True)
+        tensors = load_file(folder / "model.safetensors")
+        save_file({**tensors, "embed_tokens.weight": torch.full((V, H), value)}, folder / "model.safetensors")
+        write_run_json(folder, {KEY: base_rows(base)} if told == "run.json" else {})
+        plan = exported(folder, base=base if told == "base" else None)
+        assert speculative_config(plan)["method"] == "eagle3"
+        warned = [f.rule for f in check_folder(folder, "sglang", base if told == "base" else None) if f.warning]
+        assert ("embedding" in warned) == (told == "nobody")
+        for refuse in (trtllm_config, lambda p: sglang_command(p, "/b")):
+            if own and told != "nobody":
+                with pytest.raises(UserError, match=r"the draft has own_embed_tokens.*; serve it with vLLM"):
+                    refuse(plan)
+            else:
+                assert refuse(plan)
 
 
 def test_vllm_names_the_method(tmp_path: Path) -> None:
@@ -98,7 +228,8 @@ def test_vllm_names_the_method(tmp_path: Path) -> None:
 
 def test_sglang_counts_the_accepted_token(tmp_path: Path) -> None:
     command = sglang_command(exported(draft(tmp_path / "draft")), "/base", 9000)
-    options = dict(zip(command[3::2], command[4::2], strict=True))
+    assert command[3] == "--enable-metrics"  # else bench_server.py finds no counters
+    options = dict(zip(command[4::2], command[5::2], strict=True))
     assert options == {
         "--model-path": "/base", "--port": "9000", "--speculative-algorithm": "EAGLE3",
         "--speculative-draft-model-path": str((tmp_path / "draft").resolve()), "--speculative-num-steps": "3",
@@ -107,9 +238,8 @@ def test_sglang_counts_the_accepted_token(tmp_path: Path) -> None:
 
 
 def test_refuses_folders_without_a_draft(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(UserError, match="expected an exported EAGLE-3"):
-        exported(tmp_path)
+        exported(draft(tmp_path / "model", "model"))
     with pytest.raises(UserError, match="does not exist"):
         exported(tmp_path / "nowhere")
     with pytest.raises(UserError, match="--max-draft-len must be at least 1"):
@@ -163,28 +293,26 @@ def test_mtp() -> None:
 
 def test_block_drafts_pard_and_lookup(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The name of each method in the engines that support it, and an error for the others."""
-    flash = exported(draft(tmp_path / "flash", architectures=["DFlashDraftModel"], block_size=8))
-    assert flash.max_draft_len == 7  # the first slot of a block is the known token
+    flash = exported(draft(tmp_path / "flash", "dflash"))
+    assert flash.max_draft_len == 3  # the first slot of a block is the known token
     assert trtllm_config(flash)["speculative_config"] == {
-        "decoding_type": "DFlash", "max_draft_len": 7, "speculative_model": flash.model
+        "decoding_type": "DFlash", "max_draft_len": 3, "speculative_model": flash.model
     }  # fmt: skip
-    assert sglang_command(flash, "/b")[-2:] == ["--speculative-dflash-block-size", "8"]
-    assert speculative_config(flash) == {"method": "dflash", "model": flash.model, "num_speculative_tokens": 7}
-    spark = exported(draft(tmp_path / "spark", architectures=["Qwen3DSparkModel"], block_size=5))
-    assert (spark.max_draft_len, trtllm_config(spark)["speculative_config"]["decoding_type"]) == (5, "DSpark")
-    assert sglang_command(spark, "/b")[-2:] == ["--speculative-dspark-block-size", "5"]
-    with pytest.raises(UserError, match="a block of this draft proposes 7 tokens"):
-        exported(tmp_path / "flash", 8)
-    assert not caplog.messages and exported(tmp_path / "flash", 5).max_draft_len == 5
-    assert "fewer slots than the 8 that see one another" in caplog.text
-    shape: dict[str, Any] = dict.fromkeys(SAME, 8) | {"hidden_act": "silu", "rope_theta": 1e4}
-    inside = {"mask_token_id": 3, "target_layer_ids": [1], "causal": True}
-    causal = draft(tmp_path / "causal", architectures=["DFlashDraftModel"], **shape, dflash_config=inside)
+    assert sglang_command(flash, "/b")[-2:] == ["--speculative-dflash-block-size", "4"]
+    assert speculative_config(flash) == {"method": "dflash", "model": flash.model, "num_speculative_tokens": 3}
+    spark = exported(draft(tmp_path / "spark", "dspark"))
+    assert (spark.max_draft_len, trtllm_config(spark)["speculative_config"]["decoding_type"]) == (4, "DSpark")
+    assert sglang_command(spark, "/b")[-2:] == ["--speculative-dspark-block-size", "4"]
+    with pytest.raises(UserError, match="a block of this draft proposes 3 tokens"):
+        exported(tmp_path / "flash", 4)
+    assert not caplog.messages and exported(tmp_path / "flash", 2).max_draft_len == 2
+    assert "fewer slots than the 4 that see one another" in caplog.text
+    causal = write(tmp_path / "causal", *attends(True, None)(*other("dflash")))
     assert speculative_config(exported(causal))["method"] == "dflash"
     for refuses in (lambda: sglang_command(exported(causal), "/b"), lambda: trtllm_config(exported(causal))):
-        with pytest.raises(UserError, match=r"does not serve this draft: without a window .*; serve it with vLLM"):
+        with pytest.raises(UserError, match=r"does not serve this draft: .*without a window .*; serve it with vLLM"):
             refuses()
-    named = draft(tmp_path / "named", architectures=["DFlashDraftModel"], **shape, dflash_config=inside, is_causal=True)
+    named = write(tmp_path / "named", *attends(True, None, is_causal=True)(*other("dflash")))
     assert "DFLASH" in sglang_command(exported(named), "/b")
     pard = Speculation("pard", 4, "/small")
     assert trtllm_config(pard)["speculative_config"]["decoding_type"] == "PARD"
@@ -203,7 +331,9 @@ def test_block_drafts_pard_and_lookup(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_parallel_eagle3_is_for_vllm(tmp_path: Path) -> None:
-    plan = exported(draft(tmp_path / "draft", ptd_token_id=7))
+    tensors, config = good()
+    tensors["mask_hidden"] = torch.ones(1, 3 * H)
+    plan = exported(write(tmp_path / "draft", tensors, {**config, "ptd_token_id": 7}))
     assert speculative_config(plan)["parallel_drafting"] is True
     for refuse in (trtllm_config, lambda p: sglang_command(p, "/b")):
         with pytest.raises(UserError, match="P-EAGLE"):
@@ -211,23 +341,39 @@ def test_parallel_eagle3_is_for_vllm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "config"),
+    ("option", "values", "served"),
     [
+        ("sliding_window", {"sliding_window": 16}, "vLLM"),
+        ("attention_bias", {"attention_bias": True}, "vLLM or TensorRT-LLM"),
+        ("norm_before_residual", {"norm_before_residual": True}, "vLLM"),
+        ("qk_norm", {"qk_norm": True}, "vLLM"),
+        ("fc_of_equal_widths", {"capture_layer_ids": (4,)}, "vLLM"),
         (
-            "sliding_window",
-            {"sliding_window": 64, "layer_types": ["sliding_attention"], "max_position_embeddings": 256},
+            "norm_before_fc_and_fc_norm", {"algorithm": "eagle3.1", "norm_before_fc": True, "fc_norm": True},
+            "vLLM or SGLang",
         ),
-        ("attention_bias", {"attention_bias": True}),
-        ("norm_before_residual", {"eagle_config": {"norm_before_residual": True}}),
-        ("qk_norm", {"architectures": ["Eagle3Qwen3ForCausalLM"]}),
     ],
-)
-def test_options_that_an_engine_drops_are_refused(tmp_path: Path, option: str, config: dict[str, Any]) -> None:
-    plan = exported(draft(tmp_path / "draft", **config))
-    assert speculative_config(plan)["method"] == "eagle3"
-    for refuse in (trtllm_config, lambda p: sglang_command(p, "/b")):
-        with pytest.raises(UserError, match=f"does not compute {option}; serve it with vLLM"):
-            refuse(plan)
+)  # fmt: skip
+def test_options_that_an_engine_drops_are_refused(
+    tmp_path: Path, option: str, values: dict[str, Any], served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a draft on the hub, too, of which only config.json is here."""
+    folder = trained(tmp_path / "draft", **values)
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    shutil.copy(folder / "config.json", hub)
+    for module in (export_check, serving_draft):
+        monkeypatch.setattr(
+            module, "model_folder", lambda name, weights=True: hub if name == "org/draft" else Path(name)
+        )
+    for plan in (exported(folder), exported("org/draft")):
+        assert speculative_config(plan)["method"] == "eagle3"
+        for name, command in (("TensorRT", trtllm_config), ("SGLang", lambda p: sglang_command(p, "/b"))):
+            if name in served:
+                assert command(plan)
+                continue
+            with pytest.raises(UserError, match=f"the draft has {option}, which .* serve it with {served}"):
+                command(plan)
     unused = exported(draft(tmp_path / "unused", sliding_window=64, use_sliding_window=False, attention_bias=False))
     assert trtllm_config(unused)["speculative_config"]["decoding_type"] == "Eagle3"
 
@@ -324,9 +470,7 @@ def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert yaml.safe_load((tmp_path / "t.yaml").read_text())["speculative_config"]["max_draft_len"] == 3
     done = script(export, "--engine", "vllm")
     assert done.returncode == 2 and "give --base" in done.stderr
-    base = tmp_path / "out" / "base"
-    base.mkdir()
-    (base / "config.json").write_text("{}")
+    base = base_folder(tmp_path / "out" / "base")
     words = shlex.split(run(capsys, export, "--engine", "vllm", "--max-draft-len", "5"))
     assert words[2] == str(base.resolve()) and json.loads(words[-1])["num_speculative_tokens"] == 5
     words = shlex.split(run(capsys, export, "--engine", "sglang", "--docker", "--image", "mine"))
@@ -362,13 +506,16 @@ def test_docker_of_trtllm_mounts_the_file_it_writes(
     assert words[words.index("--env") :][:2] == ["--env", "HF_TOKEN"] and "secret" not in path.read_text()
     serve = words[words.index("trtllm-serve") :]
     assert serve[1] == "org/name" and serve[serve.index("--host") + 1] == "0.0.0.0" and serve[-1] == str(path)
-    local = run(capsys, str(tmp_path / "draft"), "--engine", "vllm", "--docker", "--base", str(tmp_path / "draft"))
+    base = str(base_folder(tmp_path / "base"))
+    local = run(capsys, str(tmp_path / "draft"), "--engine", "vllm", "--docker", "--base", base)
     assert "HF_TOKEN" not in local  # nothing is named as on the hub
 
 
 def test_triton_loads_the_drafted_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft(tmp_path / "draft")
-    flags = [str(tmp_path / "draft"), "--engine", "triton", "--draft-model", "/s", "--base", str(tmp_path / "draft")]
+    base = str(base_folder(tmp_path / "base"))
+    (tmp_path / "s").mkdir()
+    flags = [str(tmp_path / "draft"), "--engine", "triton", "--draft-model", str(tmp_path / "s"), "--base", base]
     out = str(tmp_path / "repo")
     words = shlex.split(run(capsys, *flags, "--docker", "--output", out))
     assert f"type=bind,source={out},target={out},readonly" in words
@@ -410,11 +557,27 @@ def test_triton_loads_the_drafted_model(tmp_path: Path, capsys: pytest.CaptureFi
         (["--method", "ngram", "--engine", "trtllm", "--sa-threshold", "3"], "goes with EAGLE-3"),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--load-all"], "--load-all needs"),
         (["--method", "ngram", "--engine", "sglang"], "give --base"),
+        (["--method", "ngram", "--engine", "trtllm", "--port", "8000"], "--port is of a command"),
+        (["--method", "ngram", "--engine", "vllm", "--docker", "--base", "/no"], "/no: no such folder, so --docker"),
+        (
+            ["--method", "ngram", "--engine", "triton", "--base", "b", "--output", "o", "--name", "base_model"],
+            "--name base_model is that of a model to compare with",
+        ),
     ],
 )
 def test_flags_without_effect_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_serving_config.main(make_serving_config.make_parser().parse_args(arguments))
+
+
+def test_commands_that_cannot_start(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    flags = ["--method", "ngram", "--engine", "vllm", "--base", "/no/such/folder"]
+    assert "/no/such/folder" in run(capsys, *flags)  # of the machine with the server
+    assert "no folder /no/such/folder on this machine" in caplog.text
+    for wrong in ("0", "65534", "x"):
+        with pytest.raises(SystemExit):
+            run(capsys, *flags, "--port", wrong)
+        assert "--port" in capsys.readouterr().err
 
 
 def test_mismatched_target_is_refused(
@@ -423,8 +586,7 @@ def test_mismatched_target_is_refused(
     """MTP without a module in the base; a high-precision base for a draft trained for a quantised one."""
     draft(tmp_path / "out" / "draft")
     for folder, config in (("out/base", {"quantization_config": {}}), ("plain", {}), ("v3", {"mtp_num_layers": 1})):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+        base_folder(tmp_path / folder, **config)
     plain, export = str(tmp_path / "plain"), str(tmp_path / "out")
     with pytest.raises(UserError, match="has no prediction module"):
         run(capsys, "--method", "mtp", "--engine", "vllm", "--base", plain)

@@ -8,6 +8,7 @@ from megatron_spec.data import prepare as prepare_library
 from megatron_spec.data import sources
 from megatron_spec.data.conversations import read_conversations
 from megatron_spec.generation.prompts import read_prompts
+from tests.unit_tests.data.chat_fixtures import disk_of
 from tools import prepare_conversations
 
 
@@ -48,6 +49,16 @@ def test_names_are_mapped_and_the_rest_counted_by_reason(tmp_path, capsys):
         f"1 x no messages or conversations, only the keys text (first: {one} entry 1)",
     ):  # fmt: skip
         assert reason in said
+
+
+def test_full_disk_is_a_user_error_and_a_rerun_goes_on(tmp_path):
+    source, out = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(open_ai(f"question {i}", "answer")) + "\n" for i in range(20)))
+    with disk_of(500), pytest.raises(UserError, match=r"out.jsonl.work cannot be written: larger than a file may be"):
+        run(source, "--output", out)
+    assert not out.exists()
+    run(source, "--output", out)
+    assert len(lines(out)) == 20 and sorted(tmp_path.iterdir()) == [source, out]
 
 
 def test_ids_and_split_depend_on_the_content_only(tmp_path):

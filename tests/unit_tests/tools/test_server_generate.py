@@ -15,6 +15,8 @@ from megatron_spec.config import UserError
 from megatron_spec.data.conversations import read_conversations
 from megatron_spec.generation.prompts import read_prompts
 from megatron_spec.generation.server import ServerOptions, generate_from_server
+from tests.held import held
+from tests.unit_tests.data.chat_fixtures import disk_of
 from tests.unit_tests.tools.misbehaving_server import Server, echo, says
 from tools import server_generate
 
@@ -58,6 +60,16 @@ def check(output, count=10):
         f"c{i}": expected(i) for i in range(count)
     }
     assert len(output.read_text().splitlines()) == count, "each conversation once"
+
+
+def test_a_second_run_into_a_file_is_refused(prompts, tmp_path):
+    output = tmp_path / "out.jsonl"
+    with Server() as server:
+        with held(output, file=True) as other:
+            with pytest.raises(UserError, match=f"out.jsonl is in use by process {other.pid}"):
+                ask(prompts, output, server)
+            assert not server.requests and not output.exists()
+        assert ask(prompts, output, server)[0].written == 10
 
 
 def test_turns_are_sent_in_order_with_settings(prompts, tmp_path):
@@ -109,6 +121,15 @@ def test_other_questions_under_known_identifiers_are_refused(prompts, tmp_path):
             with pytest.raises(UserError, match=f"conversation c{old[-1]} has other questions"):
                 ask(prompts, output, server, system_prompt=system)
     assert len(lines(output)) == 10
+
+
+def test_full_disk_is_a_user_error_and_a_rerun_goes_on(prompts, tmp_path):
+    output = tmp_path / "out.jsonl"
+    with Server() as server:
+        with disk_of(700), pytest.raises(UserError, match=r"out.jsonl cannot be written: larger than a file may be"):
+            ask(prompts, output, server)
+        ask(prompts, output, server)
+    check(output)
 
 
 def test_failures_are_retried_with_backoff(prompts, tmp_path):
