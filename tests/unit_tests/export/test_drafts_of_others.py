@@ -507,7 +507,7 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     said = check_exportable(gated, base)
     assert [s.split()[0] for s in said] == ["vllm", "trtllm"] and "no gated Markov head" in said[0]
     assert check_exportable(presets.block_config(base, "dflash", {"mask_token_id": 1}), base) == []
-    nobody = gated.replace(sliding_window=4)
+    nobody = gated.replace(sliding_window=64)
     assert "no engine serves such a draft" in check_exportable(nobody, base)[-1]
     assert "only vllm can serve" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
 

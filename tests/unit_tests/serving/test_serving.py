@@ -218,6 +218,15 @@ def test_a_draft_with_an_embedding_of_its_own(tmp_path: Path, told: str) -> None
                 assert refuse(plan)
 
 
+def test_speculators_without_a_key_on_which_readers_differ(tmp_path: Path) -> None:
+    folder = speculators(tmp_path / "s")
+    config = json.loads((folder / "config.json").read_text())
+    del config["norm_before_residual"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="norm_before_residual is missing: vLLM reads true"):
+        speculative_config(exported(folder))
+
+
 def test_vllm_names_the_method(tmp_path: Path) -> None:
     draft(tmp_path / "out" / "draft")
     command = vllm_command(exported(tmp_path / "out"), "/base")  # the export folder holds draft/
@@ -412,6 +421,17 @@ def test_triton_repository(tmp_path: Path) -> None:
         write_triton_repository(tmp_path / "repo", models)
     with pytest.raises(UserError, match="letters"):
         write_triton_repository(tmp_path / "other", {"../x": {}})
+
+
+def test_medusa_needs_an_older_vllm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    base = str(base_folder(tmp_path / "base"))
+    words = run(capsys, str(draft(tmp_path / "m", "medusa")), "--engine", "vllm", "--base", base, "--docker").split()
+    assert "vllm/vllm-openai:v0.32.0" in words and "up to release 0.32.0" in caplog.text
+    caplog.clear()
+    words = run(capsys, str(draft(tmp_path / "e")), "--engine", "vllm", "--base", base, "--docker").split()
+    assert "vllm/vllm-openai:latest" in words and not caplog.messages
 
 
 def test_docker_mounts_what_the_command_names(tmp_path: Path) -> None:
