@@ -304,7 +304,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "dflash, key": ("dflash", lambda c, t: ({**c, "output_multiplier": 0.2}, t), "output_multiplier"),
     "dflash, two sizes": ("dflash", lambda c, t: inside(c, t, block_size=9), "block_size is 3 at the top level and 9"),
     "dflash, two windows": (
-        "dflash", lambda c, t: inside({**c, "sliding_window": 8}, t, use_swa=True, swa_window_size=9), "swa_window_size 9"
+        "dflash", lambda c, t: inside({**c, "sliding_window": 8}, t, use_swa=True, swa_window_size=9), "window_size 9"
     ),
     "dflash, interleaved rotary": ("dflash", lambda c, t: ({**c, "is_neox_style": False}, t), "interleaved pairs"),
     "dflash, anchor": ("dflash", lambda c, t: inside(c, t, sample_from_anchor=True), "sample_from_anchor True"),
