@@ -11,7 +11,7 @@ usage() {
 options (defaults in brackets):
   --model DIR          base: Hugging Face folder, name on the hub, or Megatron checkpoint
   --data FILE          conversations (JSON lines)
-  --offline-data DIR   features of offline_feature_extract.py, which hold their conversations: --data is not read then,
+  --offline-data DIR   features of offline_feature_extract.py; they contain their conversations, so --data is not read,
                        and no base layers are loaded
   --algorithm NAME     eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base (the prediction module that the base
                        ships), p-eagle, medusa, dflash or dspark [eagle3]
@@ -23,9 +23,9 @@ options (defaults in brackets):
   --tp N, --pp N       tensor and pipeline parallel sizes [1]
   --batch N            global batch size [8 for each data parallel rank]
   --eval_data FILE     held-out prompts: every --eval_interval steps the base decodes them with the draft, and
-                       DIR/run/best keeps the best [runs/mt_bench.jsonl, where it is there and --data is given]
+                       DIR/run/best keeps the best [runs/mt_bench.jsonl, if it exists and --data is given]
   --eval_interval N    [200]
-What follows -- goes to finetune.py as it is, for example: -- --lr 2e-4 --seq-length 4096 --packing
+Everything after -- is passed to finetune.py unchanged, for example: -- --lr 2e-4 --seq-length 4096 --packing
 END
 }
 

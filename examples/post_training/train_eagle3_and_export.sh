@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole chain in one command: a draft for a base model (EAGLE-3 unless --algorithm says otherwise), trained,
-# quantised, exported and validated.
+# The whole chain in one command: train, quantise, export and validate a draft for a base model (EAGLE-3 unless
+# --algorithm says otherwise).
 #
 #   bash examples/post_training/train_eagle3_and_export.sh                       # SmolLM2-135M on a laptop, no GPU
 #   bash examples/post_training/train_eagle3_and_export.sh --base_model PATH --num_gpu 8 --tp 2 --data chats.jsonl
@@ -18,21 +18,21 @@ options (defaults in brackets):
   --tokenizer DIR     tokenizer of a base whose folder has none
   --data FILE         training conversations (JSON lines) [synthesised with the base from --prompts]
   --prompts FILE      prompts that the base answers [examples/post_training/data/prompts.jsonl]
-  --heldout FILE      prompts to validate on [with --base_model: runs/mt_bench.jsonl, where it is there; else
+  --heldout FILE      prompts to validate on [with --base_model: runs/mt_bench.jsonl, if it exists; else
                       examples/post_training/data/heldout_prompts.jsonl]
-  --recipe NAME       defaults for all that follows. paper: those of the EAGLE-3 paper, with D-PACE. short: what gave the highest
-                      acceptance after minutes of training on one GPU (docs/acceptance.md): 24,576 conversations that
-                      the base makes up, read 2.6 times, late captures, a frozen head, T = 4, a lookup beside the draft,
-                      no fp8 [with --base_model: paper]
+  --recipe NAME       defaults for the options below. paper: those of the EAGLE-3 paper, with D-PACE. short: the settings with the
+                      highest acceptance after minutes of training on one GPU (docs/acceptance.md): 24,576 conversations
+                      that the base makes up, read 2.6 times, late captures, a frozen head, T = 4, a lookup beside the
+                      draft, no fp8 [with --base_model: paper]
   --algorithm NAME    eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base (the prediction module that the base ships),
                       p-eagle, medusa, dflash or dspark [eagle3]
   --eagle_config FILE architecture of an EAGLE, DFlash or DSpark draft as JSON [layers like the base's]
   --output DIR        where everything goes [runs/eagle3]
   --draft_vocab N     EAGLE-3: draft vocabulary size [4096; 32000 with --base_model]
-  --synthesize N      have the base make up N conversations, questions too; with --prompts it answers both
-  --temperature X     of the training answers: the one you serve at (docs/acceptance.md#training-data) [0: greedy]
+  --synthesize N      have the base make up N conversations, questions included; with --prompts it answers both
+  --temperature X     of the training answers: use the one you serve at (docs/acceptance.md#training-data) [0: greedy]
   --sa_threshold N    validate once more with a lookup beside the draft (validate.py --sa-threshold)
-  --qat_iters N       training steps under fp8; 0: no fp8, export and validation in bf16 alone
+  --qat_iters N       training steps under fp8; 0: no fp8, export and validate in bf16 only
   --step_decay X      weight of draft step k is X^k [0.6; with --base_model: EAGLE-3 D-PACE, others 0.8]
   --train_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N, --loss KIND, --beta2 X,
   --num_prompts N, --eval_prompts N, --eval_tokens N, --draft_len N

@@ -137,8 +137,12 @@ def _other_base(model: Any, config: BaseConfig) -> str | None:
     if not (config.attention_bias or config.mlp_bias or (config.moe and config.moe.bias)):
         own |= {"add_bias_linear": False, "add_qkv_bias": config.qkv_bias}
     expected = {name: (value,) for name, value in own.items() if value is not None}
-    if not (latent or config.attention_sinks or config.window):
-        expected |= HIDDEN
+    if not latent:
+        special = {"window_size"} if config.window else set()
+        special |= (
+            {"softmax_type", "activation_func_clamp_value", "glu_linear_offset"} if config.attention_sinks else set()
+        )
+        expected |= {name: fit for name, fit in HIDDEN.items() if name not in special}
     found = {name: getattr(core, name, fit[0]) for name, fit in expected.items()}  # an older one has fewer options
     tied = "share_embeddings_and_output_weights"
     found[tied], expected[tied] = getattr(model, tied), (config.tie_word_embeddings,)
@@ -165,6 +169,15 @@ def _other_angles(model: Any, config: BaseConfig) -> list[str]:
         f"its rotary frequencies are not those of {config.rope} (compare --rotary-base, --rotary-percent, "
         "--use-rope-scaling and --rotary-seq-len-interpolation-factor)"
     ]
+
+
+def check_rows(model: Any, config: BaseConfig, tokens: int) -> None:
+    """Raise UserError for rows of a user's model that only a sliding window, which it lacks, would cut."""
+    if config.window is not None and config.window < tokens and getattr(model.config, "window_size", None) is None:
+        raise UserError(
+            f"the base has a sliding window of {config.window}, the wrapped model none (window_size), and rows have "
+            f"{tokens} tokens: build the model with it, use shorter rows, or load the base with load_base"
+        )
 
 
 def stage_counts(model: Any, config: BaseConfig, pp: dist.ProcessGroup) -> list[int]:

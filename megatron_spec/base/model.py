@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megatron_spec.base import placement, relay, te
-from megatron_spec.base.core_model import CoreModel, core_model, stage_counts, unwrapped
+from megatron_spec.base.core_model import CoreModel, check_rows, core_model, stage_counts, unwrapped
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
 from megatron_spec.base.moe import LocalExperts, MixtureOfExperts, Router, ask_once
@@ -275,8 +275,10 @@ class FrozenBase(CoreStage):
                 "a wrapped model keeps its own causal attention and cannot run packed documents, context "
                 "parallelism or a cache: load the base with load_base, or give one document per row"
             )
+        S = batch.tokens_BS.shape[1]
+        check_rows(self.model, self.config, S)
         # Fused kernels expect one row of angles for the whole batch.
-        return rotary_angles(torch.arange(batch.tokens_BS.shape[1], device=self.world.device)[None], self.inv_freq)
+        return rotary_angles(torch.arange(S, device=self.world.device)[None], self.inv_freq)
 
     @torch.no_grad()
     def forward(self, batch: Batch, visibility: Visibility, relayed: Tensor | None) -> tuple[Tensor, list[Tensor]]:

@@ -22,6 +22,8 @@ PIECE_BYTES, PIECE_RECORDS = 2**20, 500
 Piece = tuple[int, list[tuple[str, Any]]]
 """(position after the piece, [(name of the record, its JSON line as bytes or its value)])."""
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+_UNREAD = (".csv", ".tsv", ".xlsx", ".arrow", ".zip", ".tar", ".tgz", ".zst", ".bz2", ".xz")
+"""Endings of files that may hold conversations, and that are not read."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,14 @@ def find_sources(name: str, split: str | None = None) -> list[Source]:
         files = sorted(p for p in path.iterdir() if p.name.endswith(_SUFFIXES))
         if not files:
             raise UserError(f"{path} holds no file that ends with {', '.join(_SUFFIXES)}")
+        if others := sorted(p.name for p in path.iterdir() if p.name.endswith(_UNREAD)):
+            raise UserError(
+                f"{path}: found {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}, expected files that end "
+                f"with {', '.join(_SUFFIXES)}: convert or move the others"
+            )
     elif path.is_file():
+        if name.endswith(_UNREAD):
+            raise UserError(f"{path}: expected a file that ends with {', '.join(_SUFFIXES)}: convert it")
         files = [path]
     elif name.count("/") == 1 and not name.endswith(_SUFFIXES) and not name.startswith((".", "/", "~")):
         return [Source(hub=HubDataset(name, split or "train"))]

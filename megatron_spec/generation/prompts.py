@@ -129,10 +129,17 @@ def questions(messages: Iterable[Message]) -> list[tuple[Any, Any]]:
 
 
 def ask_all(dialogues: Iterable[Dialogue], encoder: ChatEncoder, limit: int) -> list[tuple[Dialogue, list[int]]]:
-    """The dialogues that wait for an answer and can be asked, with the token ids of their next round."""
+    """The dialogues that wait for an answer and can be asked, with the token ids of their next round.
+
+    One that the chat template refuses ends, with `problem` set.
+    """
     waiting = [d for d in dialogues if d.waits]
-    prompts = encoder.prompts([d.question() for d in waiting])
-    asked = [(d, d.asks(text, ids, limit)) for d, (text, ids) in zip(waiting, prompts, strict=True)]
+    try:
+        prompts = encoder.prompts([d.question() for d in waiting])
+    except UserError:  # of one of them
+        asked = [(d, d.ask_or_end(encoder, limit)) for d in waiting]
+    else:
+        asked = [(d, d.asks(text, ids, limit)) for d, (text, ids) in zip(waiting, prompts, strict=True)]
     return [(d, ids) for d, ids in asked if ids is not None]
 
 
@@ -186,6 +193,14 @@ class Dialogue:
     def ask(self, encoder: ChatEncoder, limit: int) -> list[int] | None:
         """Token ids of the next round; None, with `problem` set, when `limit` leaves no room for an answer."""
         return self.asks(*encoder.prompts([self.question()])[0], limit)
+
+    def ask_or_end(self, encoder: ChatEncoder, limit: int) -> list[int] | None:
+        """`ask`; None, with `problem` set, also when the chat template refuses the round."""
+        try:
+            return self.ask(encoder, limit)
+        except UserError as error:
+            self.problem, self.unasked = f"round {len(self.answers)} cannot be asked: {error}", True
+            return None
 
     def asks(self, text: str, ids: list[int], limit: int) -> list[int] | None:
         """`ask`, given the prompt of `question`."""

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.schedule import run_base
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.config import BaseConfig, ParallelConfig, UserError
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
-from tests.tiny import save_llama
+from tests.tiny import make_batch, save_llama
 from tests.unit_tests.checkpoint.test_base_import import ARGS
 
 LAYERS = 2
@@ -90,6 +91,14 @@ def test_the_base_itself_is_wrapped(scaling: str | None, config: BaseConfig, wor
         )
         options = {"rope_scaling": True, "rope_scaling_factor": 8.0}
     assert FrozenBase.wrap(gpt({}, options), config, world, (0,)).stage_counts == [LAYERS]
+
+
+def test_rows_longer_than_a_window_that_the_model_lacks(config: BaseConfig, world: World) -> None:
+    """Mistral in a model without window_size: equal up to the window, another base beyond it."""
+    base = FrozenBase.wrap(gpt({}, {}), config.replace(window=12, window_layers=(0, 1)), world, (0,))
+    assert run_base(base, [make_batch(1, 12, seed=0, vocab_size=83)])[0][1].shape == (12, 1, 32)
+    with pytest.raises(UserError, match=r"window of 12, the wrapped model none .* rows have 13 tokens"):
+        run_base(base, [make_batch(1, 13, seed=0, vocab_size=83)])
 
 
 def test_layers_of_load_base_are_wrapped(tmp_path: Path, world: World) -> None:

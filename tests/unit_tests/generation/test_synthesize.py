@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +100,24 @@ def test_full_disk_is_a_user_error_and_a_rerun_goes_on(
     assert [json.loads(line) for line in output.read_text().splitlines()] == [
         records[p.identifier] for p in chat.prompts
     ]
+
+
+def test_a_prompt_that_the_template_refuses_stops_no_other(
+    chat: Any, records: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    tokenizer = copy.deepcopy(chat.tokenizer)
+    check = "{% if 'forbidden' in messages[-1].content %}{{ raise_exception('no such word') }}{% endif %}"
+    tokenizer.chat_template = check + tokenizer.chat_template
+    first = chat.prompts[0]
+    refused = dataclasses.replace(first, identifier="refused", rounds=(({"role": "user", "content": "forbidden"},),))
+    output = tmp_path / "out.jsonl"
+    changed = SimpleNamespace(base=chat.base, tokenizer=tokenizer, stop_ids=chat.stop_ids)
+    assert _to_file(changed, [chat.prompts[0], refused, *chat.prompts[1:]], output) == 5
+    assert read_records(output) == records
+    rejected = read_records(output.with_name("out.jsonl.rejected"))
+    assert list(rejected) == ["refused"] and "no such word" in rejected["refused"]["problem"]
+    with pytest.raises(UserError, match="no such word"):
+        _to_file(changed, [refused], tmp_path / "none.jsonl")
 
 
 def test_killed_run_resumes(

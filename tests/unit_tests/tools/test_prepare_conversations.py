@@ -167,6 +167,19 @@ def test_formats_give_the_same_lines(tmp_path, monkeypatch):
         assert len(pieces) > 5 and rest == [r for _, records in pieces[4:] for r in records]
 
 
+def test_files_that_are_not_read_are_named(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(json.dumps(open_ai("q", "a")) + "\n")
+    (folder / "README.md").write_text("about")
+    assert len(sources.find_sources(str(folder))) == 1
+    (folder / "b.csv").write_text("question,answer\n")
+    with pytest.raises(UserError, match=r"data: found b.csv, expected files that end with .jsonl"):
+        sources.find_sources(str(folder))
+    with pytest.raises(UserError, match=r"b.csv: expected a file that ends with .jsonl"):
+        sources.find_sources(str(folder / "b.csv"))
+
+
 def test_a_dataset_of_the_hub_is_streamed(tmp_path, monkeypatch, capsys):
     pytest.importorskip("datasets")
     folder = tmp_path / "owner" / "name"
