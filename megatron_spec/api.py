@@ -92,6 +92,7 @@ class SpecModel:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     quant: QuantConfig | None = None
     iteration: int = 0
+    _seeds_agree: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.objective = presets.objective_for(self.draft.config, self.objective)  # type: ignore[arg-type]
@@ -115,10 +116,25 @@ class SpecModel:
         """
         given = _on_device([batches] if isinstance(batches, Batch) else batches, self.world)
         features, objective = self.source.features(given), self.objective.at(self.iteration)
+        if self.draft.draws and not self._seeds_agree:
+            _check_seeds(self.world)
+            self._seeds_agree = True
         with step_of(self.iteration):
             losses = [self.draft(f, self.base, objective) for f in features]
         self.iteration += self.draft.training and torch.is_grad_enabled()
         return losses
+
+
+def _check_seeds(world: World) -> None:
+    """Raise UserError if ranks that share matrices or sequences would draw other random numbers. Collective."""
+    for group in [world.tp] if world.context is None else [world.tp, world.context.group]:
+        found: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(found, torch.initial_seed(), group=group)
+        if len(set(found)) > 1:
+            raise UserError(
+                f"torch's seeds are {found} on ranks of one tensor or context parallel group, which have to draw the "
+                "same random numbers for this draft: call torch.manual_seed with one seed on all of them"
+            )
 
 
 def _on_device(batches: list[Batch], world: World) -> list[Batch]:

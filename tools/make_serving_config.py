@@ -284,7 +284,8 @@ def command_line(args: argparse.Namespace, plan: Speculation) -> str:
     """The command that starts vLLM or SGLang."""
     base, number = target(args), args.port or PORT
     if args.engine == "vllm":
-        command, image = vllm.vllm_command(plan, base, number, args.tp_size), vllm.IMAGE
+        command = vllm.vllm_command(plan, base, number, args.tp_size)
+        image = vllm.MEDUSA_IMAGE if plan.method == "medusa" else vllm.IMAGE
         command = ["--model", *command[2:]] if args.docker else command  # the image starts `vllm serve` itself
     else:
         host, image = "0.0.0.0" if args.docker else None, sglang.IMAGE

@@ -19,7 +19,7 @@ from megatron_spec.commands.data import (
     tokenizer_folder,
 )
 from megatron_spec.commands.features import cached_features, stored_features, template_hash
-from megatron_spec.commands.finetune_inputs import Resolved, continued, fast_paths, resolve
+from megatron_spec.commands.finetune_inputs import Resolved, arithmetic, continued, fast_paths, resolve
 from megatron_spec.commands.runs import FinetuneRun, settings_of, takes
 from megatron_spec.config import BaseConfig, TrainConfig, UserError
 from megatron_spec.data.loader import BatchLoader, ConversationDataset, Dataset
@@ -186,7 +186,7 @@ class CheckpointSaver:
         self.writer = BackgroundWriter() if self.run.train.async_save else None
         self.fixed = {
             "data_order": resolved.order, "objective": resolved.objective.to_dict(), "start": resolved.start,
-            "optimizer_settings": settings(training),
+            "optimizer_settings": settings(training), "arithmetic": arithmetic(resolved.run),
         }  # fmt: skip
         self.latest = latest_iteration(self.run.save)
 

@@ -203,8 +203,17 @@ def data_order(run: FinetuneRun, spec: CheckpointSpec, seq_length: int) -> dict[
     return found
 
 
+def arithmetic(run: FinetuneRun) -> dict[str, Any]:
+    """What rounds in base and draft, by flag."""
+    layers = {f"--{name.replace('_', '-')}": value for name, value in run.layers.to_dict().items()}
+    return {
+        **layers, "--base-fp8": run.base_fp8, "--draft-fp8": run.draft_fp8, "--draft-fp8-recipe": run.draft_fp8_recipe,
+        "--draft-transformer-impl": run.draft_transformer_impl,
+    }  # fmt: skip
+
+
 def check_same_run(resolved: Resolved) -> None:
-    """Raise UserError if the saved run has other samples; warn about another objective."""
+    """Raise UserError if the saved run has other samples; warn about another objective or arithmetic."""
     run, saved = resolved.run, sharded.read_extra(resolved.folder)
     if "data_order" not in saved:
         raise UserError(
@@ -232,6 +241,10 @@ def check_same_run(resolved: Resolved) -> None:
     changed = [f"{k} {before[k]} -> {v}" for k, v in objective.items() if before[k] != v]
     if changed:
         log.warning("%s continues with another objective: %s", run.save, ", ".join(changed))
+    now = arithmetic(run)
+    other = [f"{flag} {old} -> {now[flag]}" for flag, old in saved.get("arithmetic", now).items() if now[flag] != old]
+    if other:
+        log.warning("%s continues with another arithmetic: %s", run.save, ", ".join(other))
 
 
 def continued(resolved: Resolved, train: TrainConfig) -> TrainConfig:

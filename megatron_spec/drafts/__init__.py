@@ -51,6 +51,9 @@ def build_draft(
         paths = Paths(Setting(machine(), name, world.parallel, draft=config))
     engine = TransformerEngine(paths.setting.draft_fp8_recipe) if paths.setting.draft_transformer_engine else None
     draft = kind(config, vocab, Placement(world.tp, world.parallel.sequence_parallel, dtype, world.device, engine))
+    if getattr(draft, "has_own_steps", False):  # of a subclass of EagleDraft
+        paths = paths.without("draft_fused", "draft_fp8")
+        paths.check()
     draft.paths, draft.engine = paths, engine
     _check_structure(draft, world.tp_size, world.tp_rank)
     return draft

@@ -78,6 +78,8 @@ class Draft(nn.Module):
     export format if one exists, so that checkpoint, quantisation and export share them.
     """
 
+    draws = False
+    """True if training draws anchors, rows or noise, which tensor and context parallel ranks have to agree on."""
     paths: Paths = NO_PATHS
     """The fast paths it may use; set by `drafts.build_draft`."""
     engine: TransformerEngine | None = None

@@ -50,6 +50,8 @@ from megatron_spec.ops.visibility import KVCache
 class DFlashDraft(Draft):
     """fc, hidden_norm, layers.{i}, norm; embedding and LM head are the base's. Parameters are NaN until initialised."""
 
+    draws = True
+
     def __init__(self, config: BlockConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__()
         if not vocab.is_full or vocab.vocab_size != config.vocab_size:

@@ -27,6 +27,8 @@ from megatron_spec.drafts.vocab import DraftVocab
 class Eagle1Draft(SharedHeadDraft):
     """fc and layers.{i}: no input norm in the first layer, no final norm, the base's LM head."""
 
+    draws = True
+
     def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__(config, vocab, place)
         H = config.hidden_size

@@ -59,6 +59,8 @@ def computed_rows(active: list[Tensor], total: int, ranks: int) -> list[Tensor]:
 class PEagleDraft(EagleDraft):
     """EAGLE-3's parameters and `mask_hidden`, which replaces captures that the base has not computed yet."""
 
+    draws = True
+
     def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__(config, vocab, place)
         self.mask_hidden = place.replicated(1, 1, len(config.capture_layer_ids) * config.target_hidden_size)

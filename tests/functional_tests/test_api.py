@@ -182,6 +182,34 @@ def test_a_wrapped_model_gives_the_same_loss(tmp_path: Path) -> None:
         assert wrapped == pytest.approx(own, rel=1e-6)
 
 
+def seeds_of_ranks(root: str) -> list[str]:
+    """What a call says with one seed on both ranks, and with two."""
+    import torch
+
+    import megatron_spec
+    from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.config import ParallelConfig
+    from tests.tiny import make_batch
+
+    world = megatron_spec.initialize(ParallelConfig(tensor_model_parallel_size=2))
+    base, said = load_base(inspect_base(f"{root}/base"), world), []
+    for kind, seed in (("eagle1", 5), ("eagle1", world.rank), ("medusa", world.rank)):
+        torch.manual_seed(seed)
+        try:
+            said.append(str(float(megatron_spec.convert(base, [(kind, {})])(make_batch(2, 24, seed=1))[0].total)))
+        except UserError as e:
+            said.append(str(e))
+    return said
+
+
+def test_ranks_with_other_seeds_are_refused_where_a_draft_draws(tmp_path: Path) -> None:
+    """The noise of EAGLE-1 differed from shard to shard; block drafts broke a collective."""
+    make_base(tmp_path / "base")
+    first, second = run_world(2, seeds_of_ranks, str(tmp_path))
+    assert first == second and float(first[0]) > 0 and float(first[2]) > 0
+    assert first[1].startswith("torch's seeds are [0, 1] on ranks of one tensor or context parallel group")
+
+
 def resume_own_loop(root: str) -> dict[str, list[float]]:
     """Losses of four steps of a user's loop with megatron-core's optimizer, whole and in two halves."""
     import torch

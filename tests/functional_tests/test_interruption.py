@@ -18,7 +18,8 @@ from tests.functional_tests.script_helpers import run_script, succeed, write_con
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
 from tests.worlds import run_world
 
-# finetune.py as it stands, over features (one micro-batch a step) that send a signal to their own process in step 2
+# finetune.py as it stands, over features (one micro-batch a step) that send a signal to their own process in step 2,
+# where those of step 3 are computed
 INTERRUPTED = """
 import runpy, signal, sys
 import megatron_spec.commands.finetune as chain
@@ -30,7 +31,7 @@ class Interrupting(chain.OnlineFeatures):
 
     def features(self, batches, following=()):
         self.calls += 1
-        if self.calls == 2:
+        if self.calls == 3:
             signal.raise_signal(number)  # os.kill may reach another thread, and be seen a step later
         return super().features(batches, following)
 
@@ -201,6 +202,12 @@ def test_another_objective_is_reported(root: Path, caplog: pytest.LogCaptureFixt
         assert again(root)[1] and not caplog.records
         again(root, ttt_steps=3)
     assert "continues with another objective: ttt_steps 2 -> 3" in caplog.text
+
+
+def test_another_arithmetic_is_reported(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(UserError, match="--base-fp8 cannot run here"):
+        again(root, base_fp8=True)
+    assert "continues with another arithmetic: --base-fp8 False -> True" in caplog.text
 
 
 def test_weights_of_steps_stay(root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

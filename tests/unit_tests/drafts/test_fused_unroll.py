@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec.config import ObjectiveConfig, QuantConfig
+from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError
 from megatron_spec.config.machine import Machine
-from megatron_spec.drafts import eagle3, fused_tape, fused_unroll
+from megatron_spec.drafts import build_draft, eagle3, fused_tape, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.ops import head
 from megatron_spec.planning import unroll_memory
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears, quantizers
 from megatron_spec.quantization.quantizer import Mode
-from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, conversations, eagle_config, features
+from megatron_spec.runtime import distributed
+from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, conversations, draft_vocab, eagle_config, features
 from tests.unit_tests.drafts.test_eagle import make
 
 OBJECTIVE = ObjectiveConfig(ttt_steps=3)
@@ -138,6 +139,18 @@ def test_steps_of_a_subclass_and_hooks_are_not_skipped(taken: list[int]) -> None
     draft.midlayer.mlp._forward_hooks.clear()
     torch.testing.assert_close(results(draft, ends)["loss"], plain)
     assert taken == [1]
+
+
+def test_fp8_of_a_subclass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products would be in bf16 without a word."""
+    config, world = eagle_config(), distributed.initialize()
+    asked = Paths(Setting(Machine(kernels="plain"), draft=config))
+    assert build_draft(config, draft_vocab(config), world, torch.float32, asked).paths.on("draft_fused")
+    monkeypatch.setattr(EagleDraft, "has_own_steps", True)
+    assert not build_draft(config, draft_vocab(config), world, torch.float32, asked).paths.on("draft_fused")
+    asked = asked.asked_for("draft_fp8")
+    with pytest.raises(UserError, match="--draft-fp8 cannot run here"):
+        build_draft(config, draft_vocab(config), world, torch.float32, asked)
 
 
 def test_a_head_that_training_would_not_use_is_refused() -> None:
