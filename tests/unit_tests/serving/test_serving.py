@@ -574,10 +574,10 @@ def test_triton_loads_the_drafted_model(tmp_path: Path, capsys: pytest.CaptureFi
             ["--method", "mtp", "--engine", "trtllm", "--num-nextn-predict-layers", "2", "--max-draft-len", "3"],
             "drafts one",
         ),
-        (["--method", "ngram", "--engine", "trtllm", "--sa-threshold", "3"], "goes with EAGLE-3"),
+        (["--method", "ngram", "--engine", "trtllm", "--sa-threshold", "3"], "works with EAGLE-3"),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--load-all"], "--load-all needs"),
         (["--method", "ngram", "--engine", "sglang"], "give --base"),
-        (["--method", "ngram", "--engine", "trtllm", "--port", "8000"], "--port is of a command"),
+        (["--method", "ngram", "--engine", "trtllm", "--port", "8000"], "--port is for the command"),
         (["--method", "ngram", "--engine", "vllm", "--docker", "--base", "/no"], "/no: no such folder, so --docker"),
         (
             ["--method", "ngram", "--engine", "triton", "--base", "b", "--output", "o", "--name", "base_model"],
