@@ -315,7 +315,7 @@ def test_block_drafts_pard_and_lookup(tmp_path: Path, caplog: pytest.LogCaptureF
     with pytest.raises(UserError, match="a block of this draft proposes 3 tokens"):
         exported(tmp_path / "flash", 4)
     assert not caplog.messages and exported(tmp_path / "flash", 2).max_draft_len == 2
-    assert "fewer slots than the 4 that see one another" in caplog.text
+    assert "shorter blocks than the 4 slots of training" in caplog.text
     causal = write(tmp_path / "causal", *attends(True, None)(*other("dflash")))
     assert speculative_config(exported(causal))["method"] == "dflash"
     for refuses in (lambda: sglang_command(exported(causal), "/b"), lambda: trtllm_config(exported(causal))):
