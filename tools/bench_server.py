@@ -100,10 +100,12 @@ async def measure(args: argparse.Namespace, prompts: list[Messages]) -> dict[str
             texts.append(said)
         line: dict[str, Any] = {"servers": [asdict(level) for level in found]}
         if args.compare:
-            line["speedup"] = found[0].tokens_per_second / found[1].tokens_per_second
+            a, b = (level.tokens_per_second for level in found)
+            line["speedup"] = a / b if b else None
             line["equal_answers"] = sum(a == b for a, b in zip(*texts, strict=True)) / len(prompts)
             equal = f"equal answers: {line['equal_answers']:.1%}"
-            sys.stdout.write(f"| A / B | {concurrency} | {line['speedup']:.3f} x | {equal} | | | |\n")
+            times = "-" if line["speedup"] is None else f"{line['speedup']:.3f} x"
+            sys.stdout.write(f"| A / B | {concurrency} | {times} | {equal} | | | |\n")
         report["levels"].append(line)
     return report
 
