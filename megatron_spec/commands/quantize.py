@@ -64,7 +64,7 @@ def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
     Raises UserError with a suggestion for an unknown preset or field, and for conflicting settings.
     """
     if name in MODELOPT:
-        raise UserError(f"--export-quant-cfg {name} is of ModelOpt: {MODELOPT[name]}")
+        raise UserError(f"--export-quant-cfg {name} is ModelOpt's: {MODELOPT[name]}")
     if name in PRESETS:
         policy = PRESETS[name]
     elif Path(name).suffix in (".json", ".yaml", ".yml"):

@@ -9,7 +9,7 @@ from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.export import layout
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.check.shared import check_biases, check_embedding, check_fp8, check_rope, check_target
-from megatron_spec.export.formats.eagle import flatten
+from megatron_spec.export.formats.eagle import CAPTURE_KEY, flatten
 from megatron_spec.export.formats.options import PARALLEL_KEYS, draft_window
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", *layout.QK_NORM_ARCHITECTURES)
@@ -122,6 +122,11 @@ def _options(folder: Folder) -> list[str]:
     found |= {"qk_norm"} if names & set(layout.QK_NORM_ARCHITECTURES) else set()
     parallel = names & set(PARALLEL) or any(raw.get(key) not in (None, False) for key in PARALLEL_KEYS)
     found |= {"parallel_drafting"} if parallel or raw.get("speculators_model_type") == "peagle" else set()
+    ids = nested.get(CAPTURE_KEY) or raw.get(CAPTURE_KEY) or ()
+    width = len(ids) * (raw.get("target_hidden_size") or raw.get("hidden_size") or 0)
+    found |= {"fc_of_equal_widths"} if ids and width == raw.get("hidden_size") else set()
+    both = all(raw.get(name) or nested.get(name) for name in ("norm_before_fc", "fc_norm"))
+    found |= {"norm_before_fc_and_fc_norm"} if both else set()
     return [name for name in layout.SERVED_BY if name in found]
 
 
