@@ -90,7 +90,7 @@ case $algorithm in
   dflash|dspark) unread "a block has the base's vocabulary and as many steps as slots" draft_vocab ttt_steps step_decay ;;
   mtp-from-base)
     policy=fp8_base_only # the module stays in high precision
-    unread "the module is as the base has it" eagle_config draft_vocab ;;
+    unread "it takes the base's module unchanged" eagle_config draft_vocab ;;
   eagle3|eagle3.1|p-eagle) vocabulary=(--draft-vocab "$output/vocab") ;;
   eagle1|eagle-mtp) unread "it drafts with the base's head and vocabulary" draft_vocab ;;
 esac

@@ -81,7 +81,7 @@ def read_config(path: Path, folder: Path) -> BaseConfig:
             except UserError:
                 wrong = []
             if wrong:
-                log.warning("%s counts, but contradicts the arguments in %s: %s", file, folder, "; ".join(wrong))
+                log.warning("%s is used, but contradicts the arguments in %s: %s", file, folder, "; ".join(wrong))
             return config
     args = _stored_args(folder)
     if args is None:

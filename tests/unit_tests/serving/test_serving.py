@@ -315,7 +315,7 @@ def test_block_drafts_pard_and_lookup(tmp_path: Path, caplog: pytest.LogCaptureF
     with pytest.raises(UserError, match="a block of this draft proposes 3 tokens"):
         exported(tmp_path / "flash", 4)
     assert not caplog.messages and exported(tmp_path / "flash", 2).max_draft_len == 2
-    assert "fewer slots than the 4 that see one another" in caplog.text
+    assert "shorter blocks than the 4 slots of training" in caplog.text
     causal = write(tmp_path / "causal", *attends(True, None)(*other("dflash")))
     assert speculative_config(exported(causal))["method"] == "dflash"
     for refuses in (lambda: sglang_command(exported(causal), "/b"), lambda: trtllm_config(exported(causal))):
@@ -592,10 +592,10 @@ def test_triton_loads_the_drafted_model(tmp_path: Path, capsys: pytest.CaptureFi
             ["--method", "mtp", "--engine", "trtllm", "--num-nextn-predict-layers", "2", "--max-draft-len", "3"],
             "drafts one",
         ),
-        (["--method", "ngram", "--engine", "trtllm", "--sa-threshold", "3"], "goes with EAGLE-3"),
+        (["--method", "ngram", "--engine", "trtllm", "--sa-threshold", "3"], "works with EAGLE-3"),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--load-all"], "--load-all needs"),
         (["--method", "ngram", "--engine", "sglang"], "give --base"),
-        (["--method", "ngram", "--engine", "trtllm", "--port", "8000"], "--port is of a command"),
+        (["--method", "ngram", "--engine", "trtllm", "--port", "8000"], "--port is for the command"),
         (["--method", "ngram", "--engine", "vllm", "--docker", "--base", "/no"], "/no: no such folder, so --docker"),
         (
             ["--method", "ngram", "--engine", "triton", "--base", "b", "--output", "o", "--name", "base_model"],
