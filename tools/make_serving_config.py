@@ -175,7 +175,7 @@ def local(name: str, docker: bool) -> str:
     if name.startswith(("/", ".", "~")):
         if docker:
             raise UserError(f"{name}: no such folder, so --docker cannot mount it")
-        log.warning("there is no folder %s on this machine: the command is for one that has it", name)
+        log.warning("there is no folder %s on this machine: run the command on one that has it", name)
     return name
 
 
@@ -262,7 +262,7 @@ def trtllm_file(args: argparse.Namespace, plan: Speculation) -> str:
     known = args.base or (args.export_dir and (Path(args.export_dir) / "base").is_dir())
     base = target(args) if known else None
     if base is None and args.port is not None:
-        raise UserError("--port is of a command for a server of one target: give --base, or leave it out")
+        raise UserError("--port is for the command that serves one target: give --base, or leave it out")
     names = {f.name for f in dataclasses.fields(trtllm.EngineOptions)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     options = trtllm.EngineOptions(**given)
@@ -271,7 +271,7 @@ def trtllm_file(args: argparse.Namespace, plan: Speculation) -> str:
     if not args.docker:
         return content
     if base is None or not args.output:
-        raise UserError("--docker mounts the YAML file for a server of one target: give --base and --output")
+        raise UserError("--docker mounts the YAML file of a server for one target: give --base and --output")
     inside = trtllm.serve_command(base, path, number, args.tp_size, host="0.0.0.0")
     image = args.image or (trtllm.OLDER_IMAGE if options.older else trtllm.IMAGE)
     command = docker_command(
@@ -284,7 +284,8 @@ def command_line(args: argparse.Namespace, plan: Speculation) -> str:
     """The command that starts vLLM or SGLang."""
     base, number = target(args), args.port or PORT
     if args.engine == "vllm":
-        command, image = vllm.vllm_command(plan, base, number, args.tp_size), vllm.IMAGE
+        command = vllm.vllm_command(plan, base, number, args.tp_size)
+        image = vllm.MEDUSA_IMAGE if plan.method == "medusa" else vllm.IMAGE
         command = ["--model", *command[2:]] if args.docker else command  # the image starts `vllm serve` itself
     else:
         host, image = "0.0.0.0" if args.docker else None, sglang.IMAGE

@@ -57,7 +57,7 @@ draft_flags "$algorithm" "$eagle"
 case $algorithm in
   medusa) [ -z "$eagle" ] || fail "--eagle_config: Medusa heads have none" ;;
   mtp-from-base)
-    [ -z "$eagle$vocab" ] || fail "--eagle_config, --draft_vocab: the module is as the base has it: leave them out" ;;
+    [ -z "$eagle$vocab" ] || fail "--eagle_config, --draft_vocab: mtp-from-base takes the base's module unchanged: leave them out" ;;
 esac
 number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a positive integer"; }
 number --num_epochs "$epochs"; number --tp "$tp"; number --pp "$pp"; number --batch "${batch:-1}"

@@ -59,6 +59,7 @@ while [ $# -gt 0 ]; do
     *) usage >&2; fail "unknown option $1" ;;
   esac
 done
+[ -n "$output" ] || fail "--output needs a folder"
 [ -z "$recipe" ] || [ -n "$base_model" ] || fail "--recipe needs --base_model: the demo has settings of its own"
 case $recipe in
   ''|paper) ;;
@@ -89,7 +90,7 @@ case $algorithm in
   dflash|dspark) unread "a block has the base's vocabulary and as many steps as slots" draft_vocab ttt_steps step_decay ;;
   mtp-from-base)
     policy=fp8_base_only # the module stays in high precision
-    unread "the module is as the base has it" eagle_config draft_vocab ;;
+    unread "it takes the base's module unchanged" eagle_config draft_vocab ;;
   eagle3|eagle3.1|p-eagle) vocabulary=(--draft-vocab "$output/vocab") ;;
   eagle1|eagle-mtp) unread "it drafts with the base's head and vocabulary" draft_vocab ;;
 esac
@@ -162,6 +163,11 @@ launch() { # script arguments...
 content() { local file; for file in "$@"; do [ -z "$file" ] || cksum < "$file"; done | tr '\n' ' '; } # files...
 
 # The folder records its options and the content of its files: others would mix two runs.
+if [ ! -f "$output/.stages/options" ]; then # the stages remove what a killed run left, never what others made
+  for name in vocab draft finetuned export_bf16 quantized qat export; do
+    [ ! -e "$output/$name" ] || fail "$output/$name is there, and no run of this script made it: choose another --output"
+  done
+fi
 mkdir -p "$output/.stages"
 options="algorithm=$algorithm eagle_config=$eagle_config base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
 train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \

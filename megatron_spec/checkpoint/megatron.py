@@ -3,8 +3,8 @@
 The checkpoint may be that of a GPTModel or of a HybridModel whose attention and MLP layers pair up; both fill the same
 base.
 
-The arguments and tensors are read with safe loaders, but torch's reader of distributed checkpoints unpickles the file
-`.metadata` without restrictions: only load Megatron folders from sources you trust.
+Nothing in a folder runs code: arguments and tensors are read with safe loaders, and `.metadata` is checked first
+(`checkpoint.metadata`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_spec.base.ends import EndsOnly
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.spec import FUSED_NORMS, own_name
+from megatron_spec.checkpoint.metadata import check_metadata
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families import parse_base_config
 from megatron_spec.families.hybrid import gpt_name, stored_pattern, transformer_layers
@@ -80,7 +81,7 @@ def read_config(path: Path, folder: Path) -> BaseConfig:
             except UserError:
                 wrong = []
             if wrong:
-                log.warning("%s counts, but contradicts the arguments in %s: %s", file, folder, "; ".join(wrong))
+                log.warning("%s is used, but contradicts the arguments in %s: %s", file, folder, "; ".join(wrong))
             return config
     args = _stored_args(folder)
     if args is None:
@@ -115,6 +116,7 @@ class _Stored:
 
     def __init__(self, folder: Path, config: BaseConfig) -> None:
         self.folder, self.config = folder, config
+        check_metadata(folder)
         metadata = dist_checkpointing.load_tensors_metadata(str(folder))
         self.shapes = {value.key: tuple(value.global_shape) for value in metadata.values()}
         embedding = "embedding.word_embeddings.weight"

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_spec.checkpoint.background import BackgroundWriter
+from megatron_spec.checkpoint.metadata import check_metadata
 from megatron_spec.checkpoint.optimizer_state import adopt_learning_rates, allocate_state, translate
 from megatron_spec.checkpoint.results import results_in_this_process
 from megatron_spec.checkpoint.spec import (
@@ -239,6 +240,7 @@ def has_optimizer(folder: Path | str) -> bool:
 
 
 def _check_names(folder: Path, wanted: dict[str, ShardedTensor]) -> None:
+    check_metadata(folder / "dist")
     metadata = dist_checkpointing.load_tensors_metadata(str(folder / "dist"))
     found = {k: tuple(v.global_shape) for k, v in metadata.items() if k.startswith("draft.")}
     expected = {v.key: tuple(v.global_shape) for v in wanted.values()}

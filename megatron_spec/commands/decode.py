@@ -89,7 +89,7 @@ def _check_outputs(run: ValidateRun) -> None:
     if Path(run.data).resolve() in outputs.values():
         raise UserError(f"--data {run.data} is the output, too: it would be overwritten")
     if len(set(outputs.values())) < len(outputs):
-        raise UserError(f"--html {run.html_output} is the file of the report, too: give another one")
+        raise UserError(f"--html {run.html_output} is also the report's file: give another one")
     for flag, path in outputs.items():
         if path.is_dir():
             raise UserError(f"{flag} {path} is a folder, expected a file")
@@ -123,7 +123,7 @@ def _measure(
     for measured in report.runs:
         _log_run(measured, report)
     if report.first.text_identical is False and models.fake_quantised and not run.fp64:
-        log.info("inputs of an fp8 base round differently in other row shapes; --fp64 checks the text without that")
+        log.info("an fp8 base rounds inputs differently for other numbers of rows; --fp64 compares texts without this")
     return report
 
 
@@ -176,8 +176,8 @@ def generate(run: GenerateRun) -> int:
         prompts = read_prompts(run.data, run.num_prompts)
         if run.synthesize is not None and (same := next((p for p in prompts if drawn(p.identifier)), None)):
             raise UserError(
-                f"{same.where}: identifier {same.identifier!r}, expected others than those of made-up questions: leave "
-                "--synthesize out, or rename it"
+                f"{same.where}: identifier {same.identifier!r} is one of those for made-up questions: rename it, or "
+                "leave --synthesize out"
             )
     with iteration_of(run.load) as folder:
         inputs = resolve(folder, run.base, run.decode, run.parallel, run.tokenizer, draft_needed=False)

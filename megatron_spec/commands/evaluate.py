@@ -100,7 +100,7 @@ class AcceptanceEvaluator:
         if not changed:
             return float(record["acceptance_length"])
         log.warning(
-            "%s: the best draft so far was measured otherwise (%s): the next measurement replaces it", path.parent,
+            "%s: the best draft so far was measured differently (%s): the next measurement replaces it", path.parent,
             ", ".join(changed),
         )  # fmt: skip
         return 0.0

@@ -152,7 +152,7 @@ def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
         raise UserError(f"--save {run.save} holds a run of another draft than --load {run.load}: give another folder")
     if found.quant != expected.quant:
         raise UserError(
-            f"--save {run.save} and --load {run.load} are not quantised alike ({_policy(found.quant)} and "
+            f"--save {run.save} and --load {run.load} are quantised differently ({_policy(found.quant)} and "
             f"{_policy(expected.quant)}): give another --save folder"
         )
     return folder, True
@@ -244,7 +244,7 @@ def check_same_run(resolved: Resolved) -> None:
     now = arithmetic(run)
     other = [f"{flag} {old} -> {now[flag]}" for flag, old in saved.get("arithmetic", now).items() if now[flag] != old]
     if other:
-        log.warning("%s continues with another arithmetic: %s", run.save, ", ".join(other))
+        log.warning("%s continues with different arithmetic: %s", run.save, ", ".join(other))
 
 
 def continued(resolved: Resolved, train: TrainConfig) -> TrainConfig:
@@ -253,7 +253,7 @@ def continued(resolved: Resolved, train: TrainConfig) -> TrainConfig:
     if not changed:
         return train
     counts = "checkpoint" if resolved.run.use_checkpoint_opt_param_scheduler else "flags"
-    log.warning("optimizer settings of the %s count, which differ in %s", counts, ", ".join(changed))
+    log.warning("optimizer settings are those of the %s, which differ in %s", counts, ", ".join(changed))
     return train.replace(**changed) if counts == "checkpoint" else train
 
 
@@ -280,8 +280,7 @@ def changed_settings(resolved: Resolved, train: TrainConfig) -> dict[str, Any]:
         return changed
     raise UserError(
         f"--save {run.save} continues with other optimizer settings: {'; '.join(said)}. Give the same, or "
-        "--override-opt-param-scheduler (the flags count) or --use-checkpoint-opt-param-scheduler (the checkpoint "
-        "counts)"
+        "--override-opt-param-scheduler (use the flags) or --use-checkpoint-opt-param-scheduler (use the checkpoint)"
     )
 
 

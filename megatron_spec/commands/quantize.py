@@ -64,7 +64,7 @@ def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
     Raises UserError with a suggestion for an unknown preset or field, and for conflicting settings.
     """
     if name in MODELOPT:
-        raise UserError(f"--export-quant-cfg {name} is of ModelOpt: {MODELOPT[name]}")
+        raise UserError(f"--export-quant-cfg {name} is ModelOpt's: {MODELOPT[name]}")
     if name in PRESETS:
         policy = PRESETS[name]
     elif Path(name).suffix in (".json", ".yaml", ".yml"):
@@ -90,7 +90,7 @@ def _read_policy(path: Path) -> QuantConfig:
 
         try:
             values = yaml.safe_load(read_text(path, "YAML"))
-        except (yaml.YAMLError, RecursionError) as e:
+        except (yaml.YAMLError, ValueError, RecursionError) as e:  # ValueError: a date that does not exist
             raise UserError(f"{path} is not valid YAML: {e}") from None
     if not isinstance(values, dict):
         raise UserError(f"--export-quant-cfg {path} must hold an object with fields of QuantConfig")

@@ -33,22 +33,22 @@ class DecodeConfig(Config):
     """Decoding with the base verifying, in TensorRT-LLM's option names."""
 
     decoding_type: DecodingType | None = None
-    """Way of drafting (default: the one of the draft checkpoint or exported folder)."""
+    """How tokens are drafted (default: as the draft checkpoint or exported folder says)."""
     max_draft_len: int = 3
     """Draft tokens of a chain, or depth of a tree."""
     max_new_tokens: int = 128
     """Longest answer, in tokens."""
     batch_size: int = 8
-    """Prompts that are decoded together."""
+    """Prompts decoded together."""
     cuda_graphs: bool = True
     """Replay the steps as CUDA graphs, on one GPU (with experts: where the path grouped_experts is on); the text is the
     same."""
     temperature: float = 0.0
-    """0: the most likely token, always."""
+    """0: always the most likely token."""
     top_k: int = 0
     """Sample from the k most likely tokens only; 0: from all."""
     top_p: float = 1.0
-    """Sample from the fewest most likely tokens that hold this probability together."""
+    """Sample from the smallest set of most likely tokens with at least this total probability."""
     use_rejection_sampling: bool = False
     """Draw draft tokens from the draft's distribution q and accept with min(1, p/q) (arXiv 2302.01318). Without it:
     the draft's most likely token, accepted with the base's probability of it, which gives exactly the base's text."""
@@ -57,18 +57,18 @@ class DecodeConfig(Config):
     use_dynamic_tree: bool = False
     """EAGLE-2: a tree grown by the draft's joint probability, instead of a chain (Eagle3, Eagle, MTP, Medusa)."""
     dynamic_tree_max_topK: int = 4
-    """Children a node may have, and nodes of a level that are drafted further."""
+    """Children per node, and nodes per level that are expanded."""
     max_total_draft_tokens: int = 16
     """Nodes of a dynamic tree that the base verifies: the most likely ones."""
     confidence_threshold: float = 0.0
     """DSpark: a block is cut where the product of its confidences falls below this; 0: never."""
     medusa_choices: str | None = None
-    """A fixed tree of head ranks as a JSON list of paths, or a file of it: [[0], [1], [0, 0]] (Medusa)."""
+    """A fixed tree of head ranks as a JSON list of paths, or a file with one: [[0], [1], [0, 0]] (Medusa)."""
     max_matching_ngram_size: int | None = None
     """NGram: longest suffix that is looked up (2). SA: length of the suffix, -1: the longest that occurred (-1)."""
     sa_threshold: int | None = None
-    """Beside a draft: what followed the longest suffix that occurred before, when it is at least this long, is proposed
-    instead of the draft's tokens (TensorRT-LLM's sa_config)."""
+    """Beside a draft: if the longest suffix that occurred before has at least this many tokens, propose what followed
+    it instead of the draft's tokens (TensorRT-LLM's sa_config)."""
     is_keep_all: bool = True
     """NGram: remember every continuation of a pattern, not only the first."""
     is_use_oldest: bool = True
@@ -76,7 +76,7 @@ class DecodeConfig(Config):
     is_public_pool: bool = True
     """NGram: all sequences share what was seen."""
     speculative_model: str | None = None
-    """Exported draft folder; with DraftTarget the folder of a second, smaller model of the same tokenizer."""
+    """Exported draft folder; with DraftTarget the folder of a second, smaller model with the same tokenizer."""
     drafter: str | None = None
     """User: module:Class of a Drafter, called with (base, configuration)."""
     typical_acceptance: bool = False

@@ -88,6 +88,16 @@ class EagleConfig(DecoderDraftConfig):
         return self.algorithm in READS_CAPTURES
 
     @property
+    def fc_of_equal_widths(self) -> bool:
+        """The captures together are as wide as the draft, as a single one is: some engines then leave `fc` out."""
+        return self.reads_captures and len(self.capture_layer_ids) * self.target_hidden_size == self.hidden_size
+
+    @property
+    def norm_before_fc_and_fc_norm(self) -> bool:
+        """EAGLE-3.1 with both kinds of norms before `fc`, of which some engines apply one."""
+        return self.norm_before_fc and self.fc_norm
+
+    @property
     def parallel_drafting(self) -> bool:
         """P-EAGLE: all tokens of a proposal come from one forward pass; no step reads the output of another."""
         return self.algorithm == "p-eagle"

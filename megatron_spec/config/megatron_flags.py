@@ -80,7 +80,7 @@ _TABLE = [
     *_switches("use-checkpoint-args", "not needed", "the architecture is always read from the checkpoint"),
     *_switches("use-mcore-models use-dist-ckpt auto-detect-ckpt-format export-te-mcore-model export-legacy-megatron",
                "not needed", "checkpoints and models have one form here"),
-    *_valued("ckpt-format dist-ckpt-format", "fixed", "checkpoints are of torch_dist", "torch_dist"),
+    *_valued("ckpt-format dist-ckpt-format", "fixed", "checkpoints have the torch_dist format", "torch_dist"),
     *_valued("export-model-type", "not needed", "the base's config.json says what it is"),
     *_valued("pretrained-checkpoint", "renamed", "--load"),
     *_switches("finetune", "not needed", "a checkpoint without optimizer state, or another --save, starts a new run"),
@@ -119,7 +119,7 @@ _TABLE = [
     *_valued("eval-interval", "renamed", "--eval-acceptance-interval"),
     *_valued("eval-iters", "renamed", "--eval-prompts"),
     *_valued("exit-interval exit-duration-in-mins", "refused",
-             "send SIGTERM or SIGUSR1: the run saves and leaves with code 3"),
+             "send SIGTERM or SIGUSR1: the run saves and exits with code 3"),
     *_switches("exit-signal-handler", "not needed", "SIGTERM and SIGUSR1 save and end the run"),
     *_switches("log-throughput log-params-norm log-num-zeros-in-grad log-timers-to-tensorboard "
                "log-validation-ppl-to-tensorboard log-memory-to-tensorboard", "not needed",

@@ -41,7 +41,7 @@ class ParallelConfig(Config):
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Refused: interleaved pipeline schedules are not supported."""
     distributed_timeout_minutes: int = option(30, "N", least=1)
-    """Minutes that ranks wait for one another, as for one that still reads its data, before the run fails."""
+    """Minutes that ranks wait for one another (for example while one still reads its data) before the run fails."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
@@ -79,8 +79,8 @@ class ObjectiveConfig(Config):
     step_decay: float | None = None
     """Weight of step k is step_decay ** k; default: 0.8."""
     step_weights: StepWeights | None = None
-    """EAGLE-3, MTP: weight of a step is step_decay ** k, or its part in the accepted length (D-PACE); default: d-pace
-    for eagle3, unless step_decay is given, else decay."""
+    """EAGLE-3, MTP: weight of a step is step_decay ** k, or its contribution to the accepted length (D-PACE); default:
+    d-pace for eagle3, unless step_decay is given, else decay."""
     loss: LossKind | None = None
     """Distance between draft and base: cross entropy with the base's distribution, KL divergence in either direction,
     total variation, the acceptance loss lk, a mixture of KL and total variation that moves from the first to the second
@@ -95,8 +95,8 @@ class ObjectiveConfig(Config):
     detach: bool = False
     """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
     replay_weight: float = 1.0
-    """Weight of draft steps that predict a token which the base once put in place of a rejected draft token (recorded
-    in the data by generate.py --save-rejections); all others have 1."""
+    """Weight of draft steps that predict a token with which the base replaced a rejected draft token (recorded in the
+    data by generate.py --save-rejections); all others have 1."""
     row_keep: float = 0.7
     """P-EAGLE: depth d trains on a share row_keep ** d of the rows, redrawn at every step."""
     row_keep_least: float = 0.2
@@ -108,7 +108,7 @@ class ObjectiveConfig(Config):
     token_weight: float = 0.1
     """EAGLE-1: weight of the token loss."""
     anchors: int = 512
-    """Block drafts: most blocks drawn from a conversation per step."""
+    """Block drafts: maximum number of blocks drawn per conversation and step."""
     block_weights: BlockWeights = "exponential"
     """Block drafts: weight of slot s is exp(-s / block_gamma), or follows its acceptance probability (D-PACE)."""
     block_gamma: float | None = None

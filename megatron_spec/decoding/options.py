@@ -153,7 +153,7 @@ def _check_acceptance(config: DecodeConfig) -> None:
     ways = ("use_rejection_sampling", "typical_acceptance", "use_relaxed_acceptance_for_thinking")
     chosen = [f"--{n.replace('_', '-')}" for n in ways if getattr(config, n)]
     if len(chosen) > 1:
-        raise UserError(f"found {' and '.join(chosen)}, expected one way of acceptance")
+        raise UserError(f"found {' and '.join(chosen)}, expected one acceptance rule")
     if relaxed and config.temperature > 0:
         raise UserError(f"--use-relaxed-acceptance-for-thinking is for temperature 0, found {config.temperature}")
     for names, owner in (

@@ -21,19 +21,27 @@ SAME = (
 """Keys of config.json that are fields of BlockConfig."""
 
 
-def unserved(config: BlockConfig) -> dict[str, str]:
+def unserved(config: BlockConfig, raw: dict[str, Any] | None = None) -> dict[str, str]:
     """Engine -> why it does not compute such a draft as trained.
 
-    vLLM honours `causal`. SGLang (models/dflash.py) and TensorRT-LLM (models/modeling_dflash.py) derive it: a slot sees
-    its complete block in full attention, and only earlier slots with a window. TensorRT-LLM raises for a causal DSpark
-    draft. Markov heads: vLLM and TensorRT-LLM implement the vanilla one, SGLang all three.
+    vLLM honours `causal`, SGLang (models/dflash.py) only a top-level `is_causal`. Without it SGLang, and TensorRT-LLM
+    (models/modeling_dflash.py) always, derive the mask from `layer_types`: a slot sees its complete block in full
+    attention, and only earlier slots under a window. TensorRT-LLM raises for a causal DSpark draft. Markov heads: vLLM
+    and TensorRT-LLM implement the vanilla one, SGLang all three.
+
+    Args:
+        raw: the folder's config.json; None for the one written here.
     """
     found: dict[str, str] = {}
-    if config.causal and config.sliding_window is None:
+    window, told = config.sliding_window is not None, raw is None or raw.get("is_causal") is not None
+    if config.causal and not window:
         seen = "without a window its slots see their complete block, but this draft was trained causal"
-        found |= {"sglang": seen, "trtllm": seen}
-    if not config.causal and config.sliding_window is not None:
+        found |= {"trtllm": seen} if told else {"sglang": f"{seen}, and config.json has no is_causal", "trtllm": seen}
+    if not config.causal and window:
         seen = "with a window its slots see only earlier slots, but this draft was trained on the complete block"
+        found |= {"sglang": seen, "trtllm": seen}
+    elif window and raw is not None and set(raw.get("layer_types") or ()) != {"sliding_attention"}:
+        seen = "it finds the window of a layer in layer_types, which has none (tools/check_export.py --fix writes it)"
         found |= {"sglang": seen, "trtllm": seen}
     if config.causal and config.has_markov_head:
         found["trtllm"] = "it does not support causal DSpark drafts"
@@ -56,6 +64,7 @@ def _kind_keys(config: BlockConfig) -> dict[str, Any]:
         "use_sliding_window": window is not None,
         **({} if window is None else {"sliding_window": window}),
         "dflash_config": inside,
+        **({"is_causal": True} if config.causal else {}),  # the only key of it that SGLang reads
     }
     if config.has_markov_head:
         keys |= {

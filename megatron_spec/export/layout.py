@@ -35,9 +35,10 @@ Exported = EagleConfig | BlockConfig
 """Configurations of drafts whose folder is described here."""
 WEIGHTS = "model.safetensors"
 SERVED_BY: dict[str, tuple[str, ...]] = {
-    "qk_norm": ("vllm",), "attention_bias": ("vllm",), "mlp_bias": ("vllm",), "fc_bias": ("sglang",),
-    "norm_before_residual": ("vllm",), "sliding_window": ("vllm",), "parallel_drafting": ("vllm",),
-    "own_embed_tokens": ("vllm",),
+    "qk_norm": ("vllm",), "attention_bias": ("vllm", "trtllm"), "mlp_bias": ("vllm", "trtllm"),
+    "fc_bias": ("sglang", "trtllm"), "norm_before_residual": ("vllm",), "sliding_window": ("vllm",),
+    "own_embed_tokens": ("vllm",), "parallel_drafting": ("vllm",), "fc_of_equal_widths": ("vllm",),
+    "norm_before_fc_and_fc_norm": ("vllm", "sglang"),
 }  # fmt: skip
 """Option or property of `EagleConfig` -> engines that compute it; every engine computes what is not listed."""
 SHARED_SCALE = (

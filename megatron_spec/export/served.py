@@ -26,7 +26,7 @@ def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
         raise UserError(f"{' with '.join(options)}: no engine computes a draft with all of these: leave one out")
     said = []
     if options:
-        said.append(f"{', '.join(options)}: only {' and '.join(engines)} computes such a draft")
+        said.append(f"{', '.join(options)}: only {' and '.join(engines)} can serve such a draft")
     said += _last_layer(config, base)
     if config.reads_captures and len(config.capture_layer_ids) != TESTED_CAPTURES:
         said.append(

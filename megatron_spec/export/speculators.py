@@ -40,6 +40,8 @@ def check(config: DraftConfig, fp8: bool) -> None:
         raise UserError("--export-format speculators: drafts that propose in parallel (P-EAGLE) are written only as hf")
     if getattr(config, "fc_bias", False):
         raise UserError("--export-format speculators: this format has no bias after fc; use hf")
+    if getattr(config, "norm_before_fc_and_fc_norm", False):
+        raise UserError("--export-format speculators: this format has norm_before_fc or fc_norm, not both; use hf")
     if fp8:
         raise UserError(
             "--export-format speculators: this format has no fp8 of this kind; export the bf16 checkpoint, or use hf"

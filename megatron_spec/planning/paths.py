@@ -103,20 +103,20 @@ _GPU, _TE = "tests/gpu/test_fast_paths.py", "tests/gpu/test_transformer_engine.p
 _PATHS = (
     Path(
         "base_direct",
-        "base: its layers as a list of products, without modules; fused kernels in half precision on a GPU, plain "
-        "operators for decoding anywhere",
+        "base: its layers as a list of products, without modules; fused kernels in half precision on a GPU; plain "
+        "operators for decoding elsewhere",
         "megatron-core's layers (base/spec.py)", "tests/unit_tests/base/test_direct.py", base_paths.base_direct,
     ),
     Path(
         "decode_kernels",
-        "base, in decoding: from the projection of the new rows to their attention in one kernel, which writes the "
-        "cache and reads as much of it as the sequence has",
+        "base, in decoding: one kernel from the projection of the new rows to their attention output; it writes the "
+        "cache and reads only as much of it as the sequence has",
         "base_direct", "tests/unit_tests/base/test_direct.py", base_paths.decode_kernels,
     ),
     Path(
         "decode_products",
         "base, in decoding: gate and residual sums inside the products of up to 16 rows of at most three sequences; "
-        "their LM head",
+        "the LM head of these rows",
         "base_direct", "tests/unit_tests/base/test_direct.py", base_paths.decode_products,
     ),
     Path(
@@ -128,8 +128,8 @@ _PATHS = (
         "drafts/layer.py", "tests/unit_tests/drafts/test_few_rows.py", draft_paths.draft_decode,
     ),
     Path(
-        "grouped_experts", "base: two products for all experts of a layer, instead of two for each; choice, order of "
-        "rows, activation and weighted sum in six kernels",
+        "grouped_experts", "base: two products for all experts of a layer instead of two for each; routing, "
+        "permutation, activation and weighted sum in six kernels",
         "ops/moe.py, `mixed`", "tests/unit_tests/base/test_grouped_experts.py", base_paths.grouped_experts,
     ),
     Path(
@@ -149,7 +149,7 @@ _PATHS = (
         f"{_TE}::test_fp8_recipes", te_paths.te_fp8, "--fp8-format",
     ),
     Path(
-        "draft_fused", "draft: the unroll with its backward written by hand", "drafts/unroll.py",
+        "draft_fused", "draft: the unroll with a hand-written backward", "drafts/unroll.py",
         "tests/unit_tests/drafts/test_fused_unroll.py", draft_paths.draft_fused,
     ),
     Path(
@@ -158,17 +158,17 @@ _PATHS = (
     ),
     Path(
         "draft_head_fp8",
-        "draft: its head's products in real fp8 (E4M3), with the layer's: logits, input and weight gradient; frozen or "
-        "trained", "fused_head in bf16", f"{_GPU}::test_fp8_head", _draft_head_fp8,
+        "draft: its head's products in real fp8 (E4M3), together with the layer's: logits, input and weight gradient; "
+        "frozen or trained", "fused_head in bf16", f"{_GPU}::test_fp8_head", _draft_head_fp8,
     ),
     Path(
-        "teacher_fp8", "base: its head in real fp8 (E4M3), with its layers, for the teacher", "teacher_kernel in bf16",
-        f"{_GPU}::test_fp8_teacher", _teacher_fp8,
+        "teacher_fp8", "base: its head in real fp8 (E4M3), together with its layers, for the teacher",
+        "teacher_kernel in bf16", f"{_GPU}::test_fp8_teacher", _teacher_fp8,
     ),
     Path(
         "draft_layer",
         "block drafts: norms with residual sums, heads and gate of a layer in one pass each, forward and backward; "
-        "weight gradients into the optimizer's buffers", "drafts/layer.py",
+        "weight gradients go into the optimizer's buffers", "drafts/layer.py",
         "tests/unit_tests/drafts/test_fused_layer.py", draft_paths.draft_layer,
     ),
     Path(
@@ -185,7 +185,7 @@ _PATHS = (
     ),
     Path(
         "optimizer_pass",
-        "optimizer: division by the rows, clipping, AdamW and copy of the weights in one pass, from the second step on",
+        "optimizer: division by the row count, clipping, AdamW and weight copy in one pass, from the second step on",
         "megatron-core's optimizer", "tests/unit_tests/training/test_one_pass.py", _optimizer_pass,
     ),
     Path(
@@ -193,7 +193,7 @@ _PATHS = (
         "tests/gpu/test_fake_quant.py", _rounding_kernel,
     ),
     Path(
-        "common_prompt", "decoding without a draft: prompts that are all the same (drawn questions) are read once",
+        "common_prompt", "decoding without a draft: identical prompts (drawn questions) are read once",
         "a prefill of each", "tests/unit_tests/decoding/test_common_prompt.py",
         lambda s: {"the base's layers do not run": s.base is None},
     ),

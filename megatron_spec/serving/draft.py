@@ -85,7 +85,7 @@ class Speculation:
         if self.global_pool_size is not None and not self.enable_global_pool:
             raise UserError("--global-pool-size needs --enable-global-pool")
         if self.sa_threshold is not None and self.method not in ("eagle3", "mtp", "pard"):
-            raise UserError(f"--sa-threshold goes with EAGLE-3, MTP and PARD, not with {NAMES[self.method]}")
+            raise UserError(f"--sa-threshold works with EAGLE-3, MTP and PARD, not with {NAMES[self.method]}")
 
     @property
     def ngram_size(self) -> int:
@@ -173,8 +173,8 @@ def _draft_len(method: Method, config: dict[str, Any], asked: int | None) -> int
         raise UserError(f"--max-draft-len {asked}, but a block of this draft proposes {longest} tokens")
     if asked is not None and asked < longest and not (config.get("dflash_config") or {}).get("causal"):
         log.warning(
-            "--max-draft-len %d: engines then run blocks of fewer slots than the %d that see one another in training, "
-            "and other tokens come out: measure it, or leave it out", asked, block,
+            "--max-draft-len %d: engines then run shorter blocks than the %d slots of training, which changes the "
+            "tokens: measure it, or leave it out", asked, block,
         )  # fmt: skip
     return longest if asked is None else asked
 

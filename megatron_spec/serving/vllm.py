@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ from megatron_spec.config import UserError
 from megatron_spec.runtime.files import published_folder, write_json, write_text
 from megatron_spec.serving.draft import Method, Speculation
 
+log = logging.getLogger(__name__)
+
 IMAGE = "vllm/vllm-openai:latest"
-TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:25.08-vllm-python-py3"
+MEDUSA_IMAGE = "vllm/vllm-openai:v0.32.0"
+"""The last release with Medusa."""
+TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.10-vllm-python-py3"
 MEMORY = 0.9
 """Share of a GPU's memory that vLLM takes when it is alone (its own default)."""
 OTHER_MODELS = ("base_model", "draft_target_model")
@@ -30,6 +35,8 @@ def speculative_config(plan: Speculation) -> dict[str, Any]:
     """
     plan.require(tuple(_METHODS), "vllm")
     plan.require_plain("vLLM")
+    if plan.method == "medusa":
+        log.warning("vLLM serves Medusa up to release 0.32.0, newer ones refuse the method: install vllm==0.32.0")
     config: dict[str, Any] = {"method": _METHODS[plan.method]}
     if plan.model is not None:
         config["model"] = plan.model

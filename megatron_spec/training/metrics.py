@@ -35,8 +35,8 @@ def warn_uncounted(rows: float, counted: float, describe: str) -> None:
     if counted < rows / 2:
         log.warning(
             "%.1f %% of %d supervised rows count at %s: in the others the base's choice is not in the draft vocabulary "
-            "(is it of this base and data? tools/calibrate_draft_vocab.py measures it)", 100 * counted / rows, rows,
-            describe,
+            "(was it made for this base and data? tools/calibrate_draft_vocab.py measures it)", 100 * counted / rows,
+            rows, describe,
         )  # fmt: skip
 
 

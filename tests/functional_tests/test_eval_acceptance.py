@@ -106,7 +106,7 @@ def test_a_best_that_was_measured_otherwise_is_not_compared(here: Path, caplog: 
     best = here / "changed" / "best" / "acceptance.json"
     best.write_text(json.dumps({**json.loads(best.read_text()), "acceptance_length": 2.9}))
     train(here, "changed", 4, evaluation=EvalRequest(str(here / "held_out.jsonl"), EVERY, 4, 1, 6))
-    assert "was measured otherwise (eval_draft_len 2 -> 1): the next measurement replaces it" in caplog.text
+    assert "was measured differently (eval_draft_len 2 -> 1): the next measurement replaces it" in caplog.text
     assert json.loads(best.read_text())["iteration"] == 4
 
 

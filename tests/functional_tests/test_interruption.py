@@ -207,7 +207,7 @@ def test_another_objective_is_reported(root: Path, caplog: pytest.LogCaptureFixt
 def test_another_arithmetic_is_reported(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(UserError, match="--base-fp8 cannot run here"):
         again(root, base_fp8=True)
-    assert "continues with another arithmetic: --base-fp8 False -> True" in caplog.text
+    assert "continues with different arithmetic: --base-fp8 False -> True" in caplog.text
 
 
 def test_weights_of_steps_stay(root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_another_quantisation_cannot_resume_it(root: Path) -> None:
     text = path.read_text()
     path.write_text(json.dumps({**json.loads(text), "quant": {"base": "none", "draft": "fp8"}}))
     try:
-        with pytest.raises(UserError, match="not quantised alike"):
+        with pytest.raises(UserError, match="quantised differently"):
             again(root)
     finally:
         path.write_text(text)

@@ -188,7 +188,7 @@ def test_one_command_trains_on_either(runs: tuple[Path, dict[str, list[float]]])
         (["--data", "d", "--offline-data", "f"], "includes its conversations: --data d is not read"),
         (["--offline-data", f"{root}/store", "--algorithm", "eagle2"], "EAGLE-2 is EAGLE-1 decoded"),
         (["--data", "d", "--algorithm", "eagle4"], "--algorithm eagle4: expected eagle3, eagle3.1"),
-        (["--data", "d", "--algorithm", "mtp-from-base", "--draft_vocab", "v"], "as the base has it"),
+        (["--data", "d", "--algorithm", "mtp-from-base", "--draft_vocab", "v"], "takes the base's module unchanged"),
         (["--data", "d", "--algorithm", "medusa", "--eagle_config", "e"], "--eagle_config: Medusa heads have none"),
         (["--offline-data", f"{root}/store", "--eval_interval", "3"], "--eval_interval does nothing without"),
         (["--data", f"{root}/train.jsonl", "--eval_data", "no"], "--eval_data no: no such file"),

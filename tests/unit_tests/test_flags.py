@@ -98,7 +98,7 @@ def test_hints_for_names_in_other_frameworks(capsys: pytest.CaptureFixture[str])
     assert "decode with --use-dynamic-tree" in said(runs.ConvertRun, capsys, *convert)
     run = cli.Parser("x", runs.ExportRun).parse_args(["--load", "d", "--export_dir", "o", "-export-extra-modules"]).run
     assert run.extra_modules and run.export_dir == "o"
-    with pytest.raises(UserError, match="FP8_DEFAULT_CFG is of ModelOpt: it is fp8 here"):
+    with pytest.raises(UserError, match="FP8_DEFAULT_CFG is ModelOpt's: it is fp8 here"):
         quant_policy("FP8_DEFAULT_CFG")
 
 

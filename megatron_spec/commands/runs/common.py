@@ -100,8 +100,8 @@ class DraftModules(Config):
     """Fields of a command that computes with a draft."""
 
     draft_transformer_impl: TransformerImpl = "local"
-    """Modules of the draft's linears and norms: this package's, or Transformer Engine's, slower but for all GPUs it
-    supports; checkpoints are the same (docs/transformer_engine.md#drafts)."""
+    """Modules of the draft's linears and norms: this package's, or Transformer Engine's, which are slower but run on
+    every GPU it supports; checkpoints are the same (docs/transformer_engine.md#drafts)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,4 +119,5 @@ class ChatText(Config):
     tokenizer: str | None = option(None, "DIR")
     """Tokenizer folder (default: the base's)."""
     chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
-    """Arguments of the chat template, such as {"enable_thinking": false}; a line's own chat_template_kwargs win."""
+    """Arguments of the chat template, such as {"enable_thinking": false}; a line's own chat_template_kwargs take
+    precedence."""

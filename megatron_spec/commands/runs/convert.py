@@ -42,7 +42,7 @@ class DraftRequest(ScriptRun):
         block = ("draft_config",)
         given = self._given((*eagle, *medusa, *block)) if self.draft is not None else []
         if given:
-            raise UserError(f"--draft takes the draft as its folder has it: leave {', '.join(given)} out")
+            raise UserError(f"--draft takes the draft from its folder unchanged: leave {', '.join(given)} out")
         owners = {"eagle": eagle, "medusa": medusa, "dflash or dspark": block}
         for owner, names in owners.items():
             given = [] if self.algorithm in owner else self._given(names)
@@ -57,7 +57,7 @@ class DraftRequest(ScriptRun):
             )
         taken = self._given(("eagle_config", "draft_vocab")) if self.mtp_from_base else []
         if taken:
-            raise UserError(f"--mtp-from-base: the module is as the base has it: leave {', '.join(taken)} out")
+            raise UserError(f"--mtp-from-base takes the base's module unchanged: leave {', '.join(taken)} out")
 
     def _given(self, names: tuple[str, ...]) -> list[str]:
         fields = self.__dataclass_fields__

@@ -77,10 +77,10 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     question_temperature: float | None = option(None, "T", least=0)
     """Temperature of the questions (--synthesize; default: 1)."""
     question_batch_size: int | None = option(None, "N", least=1)
-    """Questions that are drawn together (--synthesize; default: --batch-size, on a GPU up to 1024 as its memory
-    allows). But for rounding they do not depend on it."""
+    """Questions drawn at a time (--synthesize; default: --batch-size, on a GPU up to 1024 as its memory allows). Up to
+    rounding the questions do not depend on it."""
     save_rejections: bool = False
-    """Record in every line which tokens the base put in place of a rejected draft token, for --replay-weight."""
+    """Record in every line with which tokens the base replaced rejected draft tokens, for --replay-weight."""
 
     def validate(self) -> None:
         """Raise UserError for flags that are missing or contradict one another."""

@@ -31,7 +31,7 @@ class ExtractRun(Parallel, Precision, Layers, ChatText, MovedBase, ModelRun):
     micro_batch_size: int = option(4, least=1)
     """Conversations per forward pass."""
     features_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] | None = None
-    """Type on disk (default: the base's); fp8 halves bfloat16 and has a scale per row and layer."""
+    """Type on disk (default: the base's); fp8 takes half of bfloat16's space and has a scale per row and layer."""
     part: tuple[int, ...] = option((0, 1), "I/N", parse=_part)
     """Part I of N of the work, from 0: this run writes shards I, I + N, ... (default: 0/1)."""
 

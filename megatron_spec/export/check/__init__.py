@@ -37,7 +37,8 @@ _LOADED_BY: dict[str, tuple[tuple[Engine, ...], str]] = {
     "EAGLE-1": (("vllm", "sglang"), "TensorRT-LLM's PyTorch backend takes EAGLE-3 only; its converters read this one"),
     "Medusa": (
         ("vllm",),
-        "SGLang and TensorRT-LLM's PyTorch backend have no Medusa; export trtllm-legacy for the latter",
+        "vLLM has Medusa up to 0.32.0, SGLang and TensorRT-LLM's PyTorch backend have none; export trtllm-legacy for "
+        "the latter",
     ),
     "MTP": ((), "engines load MTP only as part of a base that ships it"),
     "speculators": (("vllm",), "the format of speculators is vLLM's; export hf for the others"),

@@ -55,7 +55,7 @@ def served(folder: Folder) -> Iterator[Finding]:
     if config is None:
         with contextlib.suppress(UserError):
             config = config_of(folder.config)
-    for engine, why in unserved(config).items() if config is not None else ():
+    for engine, why in unserved(config, folder.config).items() if config is not None else ():
         yield Finding(
             "served", f"{engine} does not compute this draft: {why}", "serve it with another engine, or train it the "
             "way this engine computes it", (cast(Engine, engine),),

@@ -63,7 +63,7 @@ def check_mtp(folder: Folder) -> Iterator[Finding]:
 
 
 def check_medusa(folder: Folder) -> Iterator[Finding]:
-    """Medusa heads as vLLM and the reference code load them."""
+    """Medusa heads as vLLM (up to 0.32.0, the last release with Medusa) and the reference code load them."""
     config = folder.config
     yield from _require(config, ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size"))
     if config.get("model_type") != "medusa":
@@ -102,6 +102,11 @@ def check_speculators(folder: Folder) -> Iterator[Finding]:
     yield from _require(config, ("draft_vocab_size", "transformer_layer_config", "speculators_config", "architectures"))
     if kind == "eagle3" and "embed_tokens.weight" not in folder.tensors:
         yield Finding("missing", "missing embed_tokens.weight", "write the target's: this format always includes it")
+    if kind == "eagle3" and config.get("norm_before_residual") is None:
+        yield Finding(
+            "norm_before_residual", "norm_before_residual is missing: vLLM reads true, the speculators library false",
+            'write "norm_before_residual" as it was in training', ("vllm",),
+        )  # fmt: skip
     if any(n.startswith("midlayer.") for n in folder.tensors):
         yield Finding("midlayer", "the first layer is called midlayer", "rename midlayer.* to layers.0.*")
     yield from served_by_some(folder)

@@ -28,10 +28,14 @@ _REASONS = {
 _IN_BLOCK = {"block_size", "num_target_layers"}
 """Keys that newer z-lab files keep in `dflash_config`."""
 _IDS = {"mask_token_id", "target_layer_ids"}
-_USED = LAYER | _IN_BLOCK | _IDS | {"dflash_config", "add_swa_attention_sink_bias", "is_causal"}
+_USED = LAYER | _IN_BLOCK | _IDS | {
+    "dflash_config", "add_swa_attention_sink_bias", "is_causal", "is_neox_style", "rope_is_neox_style",
+    "sample_from_anchor",
+}  # fmt: skip
 _USED_DSPARK = {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 _USED_INSIDE = _IN_BLOCK | _IDS | {
     "causal", "use_swa", "swa_window_size", "attention_sink_bias", "projector_type", "attention_mode",
+    "sample_from_anchor",
 }  # fmt: skip
 
 
@@ -48,6 +52,9 @@ class Block:
             found = f"dflash_config is {source.raw['dflash_config']!r}"
             raise source.problem("config", found, "expected an object")
         problems = _options(source.raw) + _unknown(source)
+        if (source.folder / "mask_embedding.pt").is_file():
+            found = "mask_embedding.pt holds an embedding of the mask token, which vLLM puts in place of the target's"
+            problems.append(Problem("option", found, "not supported in a block draft"))
         if problems:
             raise DraftProblems(source.folder, problems)
         try:
@@ -122,6 +129,12 @@ def _options(raw: dict[str, Any]) -> list[Problem]:
         "sliding and full attention in one draft": len(set(raw.get("layer_types") or ())) > 1,
         "a window without its size": _attention(raw, inside)[1] is None
         and ("sliding_attention" in (raw.get("layer_types") or ()) or bool(inside.get("use_swa"))),
+        f"sliding_window {raw.get('sliding_window')} and swa_window_size {inside.get('swa_window_size')}, of which "
+        "engines read one or the other": _attention(raw, inside)[1] is not None
+        and not {raw.get("sliding_window"), inside.get("swa_window_size")} <= {None, _attention(raw, inside)[1]},
+        "a rotary embedding of interleaved pairs": False in (raw.get("is_neox_style"), raw.get("rope_is_neox_style")),
+        f"sample_from_anchor {kind != 'dspark'}": (kind != "dspark")
+        in (raw.get("sample_from_anchor"), inside.get("sample_from_anchor")),
         "DSpark without a confidence head": kind == "dspark" and not raw.get("enable_confidence_head", False),
         f"projector_type {inside.get('projector_type')!r}": inside.get("projector_type", kind) != kind,
         f"attention_mode {inside.get('attention_mode')!r}": inside.get("attention_mode", "gqa") != "gqa",

@@ -362,5 +362,5 @@ def test_a_config_json_that_contradicts_the_stored_arguments(
     assert inspect_base(tmp_path).config.rope == plain.rope and not caplog.messages
     (tmp_path / "config.json").write_text(json.dumps({**written, "rope_theta": 5e5, "rms_norm_eps": 1e-6}))
     assert inspect_base(tmp_path).config.rope.theta == 5e5
-    assert "config.json counts, but contradicts the arguments in" in caplog.text
+    assert "config.json is used, but contradicts the arguments in" in caplog.text
     assert "norm_epsilon is 1e-05 there and 1e-06 here; rotary_base is 10000 there and 500000.0 here" in caplog.text

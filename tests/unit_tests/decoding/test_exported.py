@@ -163,7 +163,7 @@ def test_mismatches_are_refused_before_loading(shipped: Any, tmp_path: Path, mon
     for output, page, message in (
         (tmp_path, None, r"--output .* is a folder"),
         (tmp_path / "x.json", tmp_path, r"--html .* is a folder"),
-        (tmp_path / "x.json", tmp_path / "x.json", "is the file of the report, too"),
+        (tmp_path / "x.json", tmp_path / "x.json", "is also the report's file"),
     ):
         files = {"output": str(output), "html_output": page and str(page)}
         with pytest.raises(UserError, match=message):

@@ -202,7 +202,7 @@ def test_options_without_effect_are_refused() -> None:
         (
             "Eagle3",
             dict(temperature=1.0, use_rejection_sampling=True, typical_acceptance=True),
-            "one way of acceptance",
+            "one acceptance rule",
         ),
         ("Eagle3", dict(use_relaxed_acceptance_for_thinking=True), "the tokenizer has no <think>"),
         ("Eagle3", dict(temperature=1.0, use_rejection_sampling=True, use_dynamic_tree=True), "drafts a chain"),

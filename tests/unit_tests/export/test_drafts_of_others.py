@@ -67,7 +67,7 @@ class Home:
             )
             vocab = DraftVocab(ids, V)
             config: Any = presets.medusa_config(self.reference.config, 3)
-            if algorithm == "dflash":
+            if algorithm in ("dflash", "dspark"):
                 config = presets.block_config(self.reference.config, algorithm, overrides)
             elif algorithm != "medusa":
                 asked = {"draft_vocab_size": len(vocab), **overrides}
@@ -200,6 +200,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "p-eagle": ("p-eagle", {"mask_token_id": 3}), "eagle1": ("eagle1", {}), "medusa": ("medusa", {}),
     "dflash": ("dflash", {"mask_token_id": 3, "block_size": 3, "num_hidden_layers": 1,
                           "capture_layer_ids": list(IDS)}),
+    "dspark": ("dspark", {"mask_token_id": 3, "block_size": 3, "num_hidden_layers": 1,
+                          "capture_layer_ids": list(IDS)}),
     "heads": ("dflash", {"mask_token_id": 3, "block_size": 3, "num_attention_heads": 6, "num_key_value_heads": 6,
                          "head_dim": 16, "capture_layer_ids": list(IDS)}),
     "options": ("eagle3", {"qk_norm": True, "attention_bias": True, "norm_before_residual": True,
@@ -301,6 +303,12 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "dflash, soft cap": ("dflash", lambda c, t: inside(c, t, final_logit_softcapping=20.0), "final_logit_softcapping"),
     "dflash, key": ("dflash", lambda c, t: ({**c, "output_multiplier": 0.2}, t), "output_multiplier"),
     "dflash, two sizes": ("dflash", lambda c, t: inside(c, t, block_size=9), "block_size is 3 at the top level and 9"),
+    "dflash, two windows": (
+        "dflash", lambda c, t: inside({**c, "sliding_window": 8}, t, use_swa=True, swa_window_size=9), "window_size 9"
+    ),
+    "dflash, interleaved rotary": ("dflash", lambda c, t: ({**c, "is_neox_style": False}, t), "interleaved pairs"),
+    "dflash, anchor": ("dflash", lambda c, t: inside(c, t, sample_from_anchor=True), "sample_from_anchor True"),
+    "dspark, anchor": ("dspark", lambda c, t: ({**c, "sample_from_anchor": False}, t), "sample_from_anchor False"),
     "dflash, no object": ("dflash", lambda c, t: ({**c, "dflash_config": 3}, t), "dflash_config is 3"),
     "activation": ("eagle3", lambda c, t: ({**c, "hidden_act": "gelu"}, t), "hidden_act"),
     "window": ("eagle3", lambda c, t: ({**c, "sliding_window": 8}, t), "sliding_window"),
@@ -366,6 +374,14 @@ def test_unreadable_drafts_are_refused_by_reader_and_checker(home: Home, tmp_pat
     with pytest.raises(UserError, match=message):
         open_draft(folder, home.reference)
     assert [f for f in check_folder(folder, base=home.base) if not f.warning]
+
+
+def test_a_mask_embedding_is_not_lost(home: Home, tmp_path: Path) -> None:
+    kind, overrides = KINDS["dflash"]
+    folder = write(tmp_path / "d", *home.export("dflash", kind, **overrides))
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"mask_embedding\.pt holds an embedding"):
+        open_draft(folder, home.reference)
 
 
 @pytest.mark.parametrize("found", ["LlamaForCausalLMEagle3", 1, [1], {"a": 1}])
@@ -482,7 +498,7 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     assert "no engine loads an eagle-mtp" in check_exportable(presets.eagle_config(base, "eagle-mtp"), base)[0]
     assert check_exportable(presets.eagle_config(base), base) == []
     own = presets.eagle_config(base, overrides={"own_embed_tokens": True})
-    assert "own_embed_tokens: only vllm computes" in check_exportable(own, base)[0]
+    assert "own_embed_tokens: only vllm can serve" in check_exportable(own, base)[0]
     five = presets.eagle_config(base, "eagle3", {"capture_layer_ids": "five"})
     assert check_exportable(five, base) == [
         "this draft has 5 capture_layer_ids, and engines were only tested with 3: try yours before a long training"
@@ -491,9 +507,18 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     said = check_exportable(gated, base)
     assert [s.split()[0] for s in said] == ["vllm", "trtllm"] and "no gated Markov head" in said[0]
     assert check_exportable(presets.block_config(base, "dflash", {"mask_token_id": 1}), base) == []
-    nobody = gated.replace(causal=True)
+    nobody = gated.replace(sliding_window=64)
     assert "no engine serves such a draft" in check_exportable(nobody, base)[-1]
-    assert "only vllm computes" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
+    assert "only vllm can serve" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
+
+
+def test_a_causal_block_is_told_to_every_engine_that_listens(home: Home) -> None:
+    kind, overrides = KINDS["dflash"]
+    assert "is_causal" not in home.export("dflash", kind, **overrides)[0]
+    raw, _ = home.export("causal", kind, **overrides, causal=True)
+    assert raw["is_causal"] is True and raw["dflash_config"]["causal"] is True
+    lost = [f.engines for f in check_folder(home.root / "causal") if f.rule == "served"]
+    assert lost == [("trtllm",)]
 
 
 def test_a_base_that_was_changed_after_training(home: Home, tmp_path: Path) -> None:

@@ -127,6 +127,8 @@ def test_speculators_refuses_unsupported_options() -> None:
         speculators.check(eagle_config(), True)
     with pytest.raises(UserError, match="no bias after fc"):
         speculators.check(eagle_config(fc_bias=True), False)
+    with pytest.raises(UserError, match="not both"):
+        speculators.check(eagle_config(algorithm="eagle3.1", norm_before_fc=True, fc_norm=True), False)
 
 
 # ---- TensorRT-LLM, legacy

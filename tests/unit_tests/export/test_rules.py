@@ -131,9 +131,15 @@ def gated(t: Tensors, c: Json) -> tuple[Tensors, Json]:
     return t | gate, {**c, "markov_head_type": "gated"}
 
 
-def attends(causal: bool, window: int | None) -> Break:
+def attends(causal: bool, window: int | None, **more: Any) -> Break:
     keys: Json = {"layer_types": ["sliding_attention"], "sliding_window": window} if window else {}
-    return lambda t, c: (t, {**c, **keys, "dflash_config": {**c["dflash_config"], "causal": causal}})
+    return lambda t, c: (t, {**c, **keys, **more, "dflash_config": {**c["dflash_config"], "causal": causal}})
+
+
+def modelopt_window(t: Tensors, c: Json) -> tuple[Tensors, Json]:
+    """A window only in `dflash_config`, beside full attention in `layer_types`: only vLLM applies it."""
+    inside = {**c["dflash_config"], "causal": True, "use_swa": True, "swa_window_size": 3}
+    return t, {**c, "sliding_window": 3, "dflash_config": inside}
 
 
 EVERY = ("trtllm", "vllm", "sglang")
@@ -277,7 +283,9 @@ def test_which_engines_compute_a_block_draft(tmp_path: Path, base: Path) -> None
     expected = {
         "whole block": ("dflash", attends(False, None), set()),
         "causal": ("dflash", attends(True, None), {"sglang", "trtllm"}),
+        "causal, named for SGLang": ("dflash", attends(True, None, is_causal=True), {"trtllm"}),
         "causal window": ("dflash", attends(True, 3), set()),
+        "causal window of ModelOpt": ("dflash", modelopt_window, {"sglang", "trtllm"}),
         "window": ("dflash", attends(False, 4), {"sglang", "trtllm"}),
         "causal window, dspark": ("dspark", attends(True, 3), {"trtllm"}),
         "gated": ("dspark", gated, {"vllm", "trtllm"}),

@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         with s.lock:
             s.asked += 1
-            s.requests.append(request)
+            s.requests.append({**request, "key": self.headers["Authorization"]})
             s.waiting += 1
             s.most = max(s.most, s.waiting)
         if s.barrier is not None:
@@ -108,7 +108,10 @@ def run(*arguments: str) -> None:
     bench_server.main(bench_server.make_parser().parse_args(list(arguments)))
 
 
-def test_compares_two_servers(servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compares_two_servers(
+    servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
     data = questions(tmp_path / "q.jsonl", "p", "q", "r", "s")
     servers[0].barrier = threading.Barrier(2)
     run(
@@ -127,6 +130,7 @@ def test_compares_two_servers(servers: list[Any], tmp_path: Path, capsys: pytest
     assert b["acceptance"] == {} and report["levels"][0]["equal_answers"] == 0.0
     assert servers[0].most == 2
     request = servers[0].requests[0]
+    assert request["key"] == "Bearer secret" and "secret" not in (tmp_path / "r.json").read_text()
     assert request["max_tokens"] == 9 and request["ignore_eos"] is True and request["temperature"] == 0
     assert capsys.readouterr().out.count("\n| ") == 3
 

@@ -218,6 +218,15 @@ def test_a_draft_with_an_embedding_of_its_own(tmp_path: Path, told: str) -> None
                 assert refuse(plan)
 
 
+def test_speculators_without_a_key_on_which_readers_differ(tmp_path: Path) -> None:
+    folder = speculators(tmp_path / "s")
+    config = json.loads((folder / "config.json").read_text())
+    del config["norm_before_residual"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="norm_before_residual is missing: vLLM reads true"):
+        speculative_config(exported(folder))
+
+
 def test_vllm_names_the_method(tmp_path: Path) -> None:
     draft(tmp_path / "out" / "draft")
     command = vllm_command(exported(tmp_path / "out"), "/base")  # the export folder holds draft/
@@ -306,12 +315,14 @@ def test_block_drafts_pard_and_lookup(tmp_path: Path, caplog: pytest.LogCaptureF
     with pytest.raises(UserError, match="a block of this draft proposes 3 tokens"):
         exported(tmp_path / "flash", 4)
     assert not caplog.messages and exported(tmp_path / "flash", 2).max_draft_len == 2
-    assert "fewer slots than the 4 that see one another" in caplog.text
+    assert "shorter blocks than the 4 slots of training" in caplog.text
     causal = write(tmp_path / "causal", *attends(True, None)(*other("dflash")))
     assert speculative_config(exported(causal))["method"] == "dflash"
     for refuses in (lambda: sglang_command(exported(causal), "/b"), lambda: trtllm_config(exported(causal))):
         with pytest.raises(UserError, match=r"does not serve this draft: .*without a window .*; serve it with vLLM"):
             refuses()
+    named = write(tmp_path / "named", *attends(True, None, is_causal=True)(*other("dflash")))
+    assert "DFLASH" in sglang_command(exported(named), "/b")
     pard = Speculation("pard", 4, "/small")
     assert trtllm_config(pard)["speculative_config"]["decoding_type"] == "PARD"
     assert speculative_config(pard)["parallel_drafting"] is True
@@ -339,14 +350,24 @@ def test_parallel_eagle3_is_for_vllm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("sliding_window", 16), ("attention_bias", True), ("norm_before_residual", True), ("qk_norm", True)],
-)
+    ("option", "values", "served"),
+    [
+        ("sliding_window", {"sliding_window": 16}, "vLLM"),
+        ("attention_bias", {"attention_bias": True}, "vLLM or TensorRT-LLM"),
+        ("norm_before_residual", {"norm_before_residual": True}, "vLLM"),
+        ("qk_norm", {"qk_norm": True}, "vLLM"),
+        ("fc_of_equal_widths", {"capture_layer_ids": (4,)}, "vLLM"),
+        (
+            "norm_before_fc_and_fc_norm", {"algorithm": "eagle3.1", "norm_before_fc": True, "fc_norm": True},
+            "vLLM or SGLang",
+        ),
+    ],
+)  # fmt: skip
 def test_options_that_an_engine_drops_are_refused(
-    tmp_path: Path, option: str, value: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, option: str, values: dict[str, Any], served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a draft on the hub, too, of which only config.json is here."""
-    folder = trained(tmp_path / "draft", **{option: value})
+    folder = trained(tmp_path / "draft", **values)
     hub = tmp_path / "hub"
     hub.mkdir()
     shutil.copy(folder / "config.json", hub)
@@ -356,11 +377,32 @@ def test_options_that_an_engine_drops_are_refused(
         )
     for plan in (exported(folder), exported("org/draft")):
         assert speculative_config(plan)["method"] == "eagle3"
-        for refuse in (trtllm_config, lambda p: sglang_command(p, "/b")):
-            with pytest.raises(UserError, match=f"the draft has {option}, which .* serve it with vLLM"):
-                refuse(plan)
+        for name, command in (("TensorRT", trtllm_config), ("SGLang", lambda p: sglang_command(p, "/b"))):
+            if name in served:
+                assert command(plan)
+                continue
+            with pytest.raises(UserError, match=f"the draft has {option}, which .* serve it with {served}"):
+                command(plan)
     unused = exported(draft(tmp_path / "unused", sliding_window=64, use_sliding_window=False, attention_bias=False))
     assert trtllm_config(unused)["speculative_config"]["decoding_type"] == "Eagle3"
+
+
+@pytest.mark.parametrize(
+    ("option", "left", "refused"),
+    [
+        ("norm_before_fc", "top", {"trtllm"}),
+        ("fc_norm", "eagle_config", {"trtllm", "vllm", "sglang"}),
+        ("norm_output", "eagle_config", {"trtllm", "vllm", "sglang"}),
+    ],
+)
+def test_options_where_an_engine_does_not_look(tmp_path: Path, option: str, left: str, refused: set[str]) -> None:
+    folder = trained(tmp_path / "d", algorithm="eagle3.1", **{option: True})
+    assert not exported(folder).unserved
+    config = json.loads((folder / "config.json").read_text())
+    del (config if left == "eagle_config" else config["eagle_config"])[option]
+    (folder / "config.json").write_text(json.dumps(config))
+    lost = exported(folder).unserved
+    assert lost.keys() == refused and all(f"{option} is only" in why for why in lost.values())
 
 
 def test_trtllm_engine_options(tmp_path: Path) -> None:
@@ -397,6 +439,17 @@ def test_triton_repository(tmp_path: Path) -> None:
         write_triton_repository(tmp_path / "repo", models)
     with pytest.raises(UserError, match="letters"):
         write_triton_repository(tmp_path / "other", {"../x": {}})
+
+
+def test_medusa_needs_an_older_vllm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    base = str(base_folder(tmp_path / "base"))
+    words = run(capsys, str(draft(tmp_path / "m", "medusa")), "--engine", "vllm", "--base", base, "--docker").split()
+    assert "vllm/vllm-openai:v0.32.0" in words and "up to release 0.32.0" in caplog.text
+    caplog.clear()
+    words = run(capsys, str(draft(tmp_path / "e")), "--engine", "vllm", "--base", base, "--docker").split()
+    assert "vllm/vllm-openai:latest" in words and not caplog.messages
 
 
 def test_docker_mounts_what_the_command_names(tmp_path: Path) -> None:
@@ -539,10 +592,10 @@ def test_triton_loads_the_drafted_model(tmp_path: Path, capsys: pytest.CaptureFi
             ["--method", "mtp", "--engine", "trtllm", "--num-nextn-predict-layers", "2", "--max-draft-len", "3"],
             "drafts one",
         ),
-        (["--method", "ngram", "--engine", "trtllm", "--sa-threshold", "3"], "goes with EAGLE-3"),
+        (["--method", "ngram", "--engine", "trtllm", "--sa-threshold", "3"], "works with EAGLE-3"),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--load-all"], "--load-all needs"),
         (["--method", "ngram", "--engine", "sglang"], "give --base"),
-        (["--method", "ngram", "--engine", "trtllm", "--port", "8000"], "--port is of a command"),
+        (["--method", "ngram", "--engine", "trtllm", "--port", "8000"], "--port is for the command"),
         (["--method", "ngram", "--engine", "vllm", "--docker", "--base", "/no"], "/no: no such folder, so --docker"),
         (
             ["--method", "ngram", "--engine", "triton", "--base", "b", "--output", "o", "--name", "base_model"],

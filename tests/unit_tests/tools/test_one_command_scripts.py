@@ -200,3 +200,15 @@ def test_short_recipe_on_a_tiny_base(start: Any, tmp_path: Path) -> None:
     assert "acceptance length bf16" in said and "acceptance length with a lookup" in said
     draft = json.loads((tmp_path / "o" / "export_bf16" / "draft" / "config.json").read_text())
     assert draft["draft_vocab_size"] == 64
+
+
+@pytest.mark.parametrize("name", ["vocab", "draft", "finetuned", "export"])
+def test_folders_of_others_are_not_removed(start: Any, tmp_path: Path, name: str) -> None:
+    """README's chain makes folders of these names; the stages remove theirs before they make them."""
+    (tmp_path / "mine" / name).mkdir(parents=True)
+    (tmp_path / "mine" / name / "weights").touch()
+    code, said, started = start("train_eagle3_and_export.sh", "--base_model", "base", "--output", "mine")
+    assert code == 2 and not started and f"error: mine/{name} is there, and no run of this script made it" in said
+    assert [p.name for p in (tmp_path / "mine").rglob("*")] == [name, "weights"]
+    code, said, started = start("train_eagle3_and_export.sh", "--base_model", "base", "--output", "")
+    assert code == 2 and not started and "--output needs a folder" in said
