@@ -78,7 +78,7 @@ def _drafters(found: dict[str, Line]) -> str:
     rows = [
         [name, _training(x), length_of(x["overall"]), _positions(x["overall"]), f"{x['identical']:.1%}",
          _times(x["predicted_speedup"]), _times(_measured(x)), _times(x["speedup"])]
-        for name, x in found.items() if x["speedup"] is not None
+        for name, x in _longest_first(found, "overall") if x["speedup"] is not None
     ]  # fmt: skip
     head = [
         "drafter",
@@ -90,7 +90,11 @@ def _drafters(found: dict[str, Line]) -> str:
         "batch 1",
         "whole batch",
     ]
-    return table(head, sorted(rows, key=lambda row: row[2], reverse=True))
+    return table(head, rows)
+
+
+def _longest_first(found: dict[str, Line], stats: str) -> list[tuple[str, Line]]:
+    return sorted(found.items(), key=lambda item: item[1][stats]["acceptance_length"] or 0.0, reverse=True)
 
 
 def _sets(found: dict[str, Line]) -> str:
@@ -176,10 +180,10 @@ def _steps(found: dict[str, Line], what: str = "steps") -> str:
     rows = [
         [name, _training(line), length_of(line["few"]), _positions(line["few"]), _times(line.get("predicted_speedup")),
          _times(_measured(line))]
-        for name, line in {**first, **others}.items() if others
+        for name, line in _longest_first({**first, **others}, "few") if others
     ]  # fmt: skip
     head = ["drafter", "training", "acceptance length (95 %)", "per position", "predicted", "measured"]
-    return table(head, sorted(rows, key=lambda row: row[2], reverse=True))
+    return table(head, rows)
 
 
 def _lookup(found: dict[str, Line]) -> str:

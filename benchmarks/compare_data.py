@@ -18,7 +18,7 @@ from benchmarks.acceptance_page import Line, ablations, read_results
 from megatron_spec import cli
 from megatron_spec.config import UserError
 
-DATA = ("answer_temperature", "user_questions")
+DATA = ("answer_temperature", "user_questions", "data", "conversations", "answer_tokens")
 """Settings that may differ."""
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.answers import Answers
+from benchmarks.comparison_flags import check_sets
 from benchmarks.draft_kinds import Kind
 from benchmarks.results import Results
 from megatron_spec.base.direct import run_in_fp8
@@ -29,7 +30,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch, Features
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.commands.convert import MASKED, fresh_config, new_draft
-from megatron_spec.commands.data import open_dataset
+from megatron_spec.commands.data import check_file, open_dataset
 from megatron_spec.config import (
     BlockConfig,
     DecodeConfig,
@@ -53,7 +54,7 @@ from megatron_spec.generation.synthesize import synthesize_to_file
 from megatron_spec.planning.paths import Paths
 from megatron_spec.quantization.attach import attach_quantizers
 from megatron_spec.runtime import distributed
-from megatron_spec.runtime.files import read_json, write_json, write_text
+from megatron_spec.runtime.files import read_json, sha256_of, write_json, write_text
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
 
@@ -62,7 +63,8 @@ log = logging.getLogger("megatron_spec.ablate_drafts")
 SETTINGS = (
     "prompts", "seconds", "ablation_seconds", "qat_seconds", "draft_vocab_size", "questions", "few_questions",
     "timed_questions", "max_new_tokens", "max_draft_len", "batch_size", "global_batch_size", "seq_length", "lr", "bf16",
-    "ttt_steps", "step_ms", "answer_temperature", "user_questions",
+    "ttt_steps", "step_ms", "answer_temperature", "user_questions", "data", "conversations", "answer_tokens",
+    "mask_token_id",
 )  # fmt: skip
 """Flags that the figures depend on."""
 TICKS = 1000
@@ -119,6 +121,12 @@ def order_of(batches: int, step: int, seed: int) -> int:
     return int(torch.randperm(batches, generator=generator)[place])
 
 
+def _content(flag: str, path: str) -> str:
+    """Name and hash of a file: figures of its earlier content are not gone on with. Raises UserError without it."""
+    check_file(path, flag)
+    return f"{Path(path).name} {sha256_of(path)[:12]}"
+
+
 class Comparison(Answers):
     """Base, data and questions of one run on one process."""
 
@@ -132,13 +140,17 @@ class Comparison(Answers):
         self.args, self.output = args, Path(args.output)
         self.batches: list[Batch] = []
         self._in_fp8: tuple[FrozenBase, list[Features]] | None = None
+        check_sets(args.prompts)
         (self.output / "drafts").mkdir(parents=True, exist_ok=True)
         self.ref, self.world = inspect_base(args.base), distributed.initialize()
         if self.world.size > 1:
             raise UserError("ablate_drafts.py compares on one process: start it with plain python")
         cuda = self.world.device.type == "cuda"
         settings = {name: getattr(args, name) for name in (*SETTINGS, *more)}
-        settings["prompts"] = [Path(p).name for p in args.prompts]
+        settings["prompts"] = [_content("--prompts", p) for p in args.prompts]
+        for name in ("data", "user_questions"):
+            path = settings[name]
+            settings[name] = _content(f"--{name.replace('_', '-')}", path) if path else None
         device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
         about = {"base": Path(args.base).name, "fingerprint": self.ref.fingerprint, "device": device}
         versions = {"torch": torch.__version__, "python": platform.python_version()}
@@ -255,6 +267,8 @@ class Comparison(Answers):
             for (name, dialogue, ids), answer in zip(asking, answers, strict=True):
                 self.questions.append((name, ids))
                 dialogue.take(answer.tokens, answer.stopped, self.tokenizer)
+        if ended := [f"{d.prompt.identifier}: {d.problem}" for _, d in dialogues if d.problem]:
+            log.warning("%d dialogues ended before their last question, the first: %s", len(ended), ended[0])
         write_json(path, self.questions)
 
     # --- drafts -------------------------------------------------------------------------------------------------
@@ -362,10 +376,18 @@ class Comparison(Answers):
         return replace(draft, weights=weights, about=about)
 
     def trained(self, draft: Draft, seconds: float, lr: float, quantised: bool = False, steps: int = 0) -> Draft:
-        """The draft after so many seconds of training (or `steps`), from disk when it is there."""
+        """The draft after so many seconds of training (or `steps`), from disk when it is there.
+
+        Raises UserError for a draft on disk of another number of steps.
+        """
         path = self.output / "drafts" / f"{draft.name.replace(' ', '_').replace('/', '_')}.pt"
         if path.is_file():
             kept = torch.load(path, map_location=self.world.device, weights_only=True)
+            if steps and kept["about"]["steps"] != steps:
+                raise UserError(
+                    f"{path} was trained for {kept['about']['steps']} steps, now {steps} are asked for: use another "
+                    "--output"
+                )
             return replace(draft, weights=kept["weights"], about=kept["about"])
         # Kernels are compiled before, for the row counts of several batches.
         self.train(draft, lr, quantised, steps=self.trial)

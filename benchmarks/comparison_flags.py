@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
 from megatron_spec import cli
+from megatron_spec.config import UserError
+
+
+def check_sets(prompts: Sequence[str]) -> None:
+    """Raise UserError for two question files of one name: figures are listed by it."""
+    name, count = Counter(Path(p).stem for p in prompts).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"--prompts: {count} files are called {name}, which names a set of questions: rename them")
 
 
 def add_flags(

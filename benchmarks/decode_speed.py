@@ -51,6 +51,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
 
+        from benchmarks.comparison_flags import check_sets
         from megatron_spec.checkpoint.spec import locked
         from megatron_spec.commands.decode_inputs import load_models, resolve
         from megatron_spec.data.chat import ChatEncoder
@@ -60,6 +61,7 @@ class Bench:
         for name in ("sa_threshold", "max_draft_len") if args.draft is None else ():
             if getattr(args, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')} needs --draft: leave it out for the base alone")
+        check_sets(args.prompts)
         exported = args.draft is not None and Path(args.draft, "config.json").is_file()
         checkpoint = args.draft is not None and not exported
         config = DecodeConfig(
@@ -78,8 +80,10 @@ class Bench:
         limit = self.base.config.max_position_embeddings
         self.sets: dict[str, list[list[int]]] = {}
         for file in args.prompts:
-            prompts = [p for p in read_prompts(file) if len(p.rounds) == 1][: args.questions]
-            self.sets[Path(file).stem] = [ids for _, ids in ask_all(map(Dialogue, prompts), encoder, limit)]
+            asked = ask_all(map(Dialogue, read_prompts(file, args.questions)), encoder, limit)
+            self.sets[Path(file).stem] = [ids for _, ids in asked]
+            if not asked:
+                raise UserError(f"--prompts {file}: no question fits the base's {limit} positions")
 
     def speed(self, ids: list[list[int]], draft: Any, config: DecodeConfig) -> tuple[dict[str, float], list[list[int]]]:
         """(tokens per second with and without the prefill, tokens per step of the base), and the texts."""
@@ -117,7 +121,8 @@ class Bench:
         line: dict[str, Any] = {"set": name, "questions": len(ids), "base": alone}
         if self.config.decoding_type is not None:
             with_draft, others = self.speed(ids, self.draft, self.config)
-            ratios = {k: round(with_draft[k] / alone[k], 3) for k in ("tokens_per_second", "without_prefill")}
+            names = ("tokens_per_second", "without_prefill")  # answers of one token take no time after the prefill
+            ratios = {k: round(with_draft[k] / alone[k], 3) if alone[k] else None for k in names}
             same = sum(a == b for a, b in zip(texts, others, strict=True)) / len(ids)
             line |= {"draft": with_draft, "ratio": ratios, "same_texts": same}
         return line

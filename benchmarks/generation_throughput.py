@@ -30,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,13 @@ class Bench:
         self.tokenizer = load_tokenizer(args.base)
         self.stop_ids = set(stop_token_ids(args.base, self.tokenizer))
         self.base = load_base(inspect_base(args.base), distributed.initialize(), (), getattr(torch, args.dtype))
-        prompts = [p for path in args.prompts or () for p in read_prompts(path) if args.together or len(p.rounds) == 1]
+        prompts = [replace(p, rounds=p.rounds[:1]) for path in args.prompts or () for p in read_prompts(path)]
         prompts = prompts[: args.limit]
         encoder = ChatEncoder(self.tokenizer, self.stop_ids, vocab_size=self.base.vocab_size)
         asked = ask_all(map(Dialogue, prompts), encoder, self.base.config.max_position_embeddings)
         self.dialogues, self.ids = [d for d, _ in asked], [ids for _, ids in asked]
+        if args.prompts and not asked:
+            raise UserError(f"--prompts {' '.join(args.prompts)}: no question fits the base's positions")
 
     def run(self, config: DecodeConfig) -> dict[str, Any]:
         """One line."""
@@ -200,6 +203,8 @@ def measure(args: argparse.Namespace) -> None:
         raise UserError("give --prompts to answer, or --questions N to draw questions")
     if args.questions and (args.together or args.profile):
         raise UserError("--questions is for drawing alone: leave --together and --profile out")
+    if not args.together and (args.profile_tokens if args.profile else args.max_new_tokens) == 1:
+        raise UserError("an answer of one token has no step to time: give 2 tokens or more")
     short = args.together or args.questions
     bench, length = Bench(args), args.max_new_tokens or (192 if short else 512)
     for size in args.together or args.batch_sizes or [512]:

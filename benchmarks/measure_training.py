@@ -352,7 +352,8 @@ def main(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         "transformer_engine" if args.transformer_engine else "local", "e4m3" if args.fp8_recipe else None,
         args.fp8_recipe,
     )  # fmt: skip
-    base = random_base(base_shape("tiny" if args.tiny else args.shape), world, dtype, layers)
+    shape = "tiny" if args.tiny else args.shape
+    base = random_base(base_shape(shape), world, dtype, layers)
     if args.plain:
         base.direct = None
         for module in base.modules():
@@ -380,7 +381,7 @@ def main(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         if cuda:
             torch.cuda.empty_cache()
     report = {
-        **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "shape": args.shape, "plain": args.plain,
+        **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "shape": shape, "plain": args.plain,
         "draft": args.draft, "without": args.without,
         "transformer_engine": args.transformer_engine, "base_fp8": args.base_fp8,
         "fp8_recipe": args.fp8_recipe, "draft_fp8": args.draft_fp8, "offline": args.offline,

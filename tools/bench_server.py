@@ -5,13 +5,15 @@
 
 Per concurrency: tokens per second, percentiles of time to first token, latency and time between tokens, and the
 acceptance length if the server reports it. With --compare the second server answers the same prompts after the first,
-level by level; at temperature 0 the share of identical answers is shown. Needs openai (megatron-spec[serving]).
+level by level; at temperature 0 the share of identical answers is shown. The API key, if any, is read from
+OPENAI_API_KEY. Needs openai (megatron-spec[serving]).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -54,7 +56,6 @@ def make_parser() -> cli.Parser:
         "--warm-up", type=cli.at_least_zero, default=2, metavar="N", help="requests before the measurement (default: 2)"
     )
     p.add_argument("--model", help="name of the served model (default: the server's first)")
-    p.add_argument("--api-key", default="none", metavar="KEY", help="of the server, if it wants one")
     p.add_argument("--output", metavar="JSON", help="all figures")
     return p
 
@@ -84,7 +85,8 @@ async def measure(args: argparse.Namespace, prompts: list[Messages]) -> dict[str
     if args.ignore_eos:
         options["extra_body"] = {"ignore_eos": True}
     urls = [args.url] + ([args.compare] if args.compare else [])
-    servers = [Server(url, args.model, options, args.api_key) for url in urls]
+    key = os.environ.get("OPENAI_API_KEY", "none")  # no flag: command lines are shown to all users of a machine
+    servers = [Server(url, args.model, options, key) for url in urls]
     for server in servers:
         await warm_up(server, prompts, args.warm_up)
     report: dict[str, Any] = {"prompts": len(prompts), "options": options, "servers": urls, "levels": []}
@@ -100,10 +102,12 @@ async def measure(args: argparse.Namespace, prompts: list[Messages]) -> dict[str
             texts.append(said)
         line: dict[str, Any] = {"servers": [asdict(level) for level in found]}
         if args.compare:
-            line["speedup"] = found[0].tokens_per_second / found[1].tokens_per_second
+            a, b = (level.tokens_per_second for level in found)
+            line["speedup"] = a / b if b else None
             line["equal_answers"] = sum(a == b for a, b in zip(*texts, strict=True)) / len(prompts)
             equal = f"equal answers: {line['equal_answers']:.1%}"
-            sys.stdout.write(f"| A / B | {concurrency} | {line['speedup']:.3f} x | {equal} | | | |\n")
+            times = "-" if line["speedup"] is None else f"{line['speedup']:.3f} x"
+            sys.stdout.write(f"| A / B | {concurrency} | {times} | {equal} | | | |\n")
         report["levels"].append(line)
     return report
 

@@ -15,6 +15,8 @@ from megatron_spec.config import UserError
 from megatron_spec.evaluation import html
 from megatron_spec.runtime.files import read_json
 
+ASKED = ("prompts", "prompts_digest", "answers", "max_new_tokens", "temperature", "top_k", "top_p")
+
 
 def read_reports(paths: Sequence[str], names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """Name -> report. Raises UserError for files that are not reports, or not of the same questions."""
@@ -33,13 +35,20 @@ def read_reports(paths: Sequence[str], names: Sequence[str] | None) -> dict[str,
         if name in found:
             raise UserError(f"two reports have the name {name!r}: give different ones with --names")
         found[name] = report
-    asked = {(r["about"].get("prompts"), r["answers"], r["decode"]["max_new_tokens"]) for r in found.values()}
-    if len(asked) > 1:
+    asked = [_asked(r) for r in found.values()]
+    values = {name: list(dict.fromkeys(a[name] for a in asked if name in a)) for name in ASKED}
+    if differing := [f"{name}: {', '.join(map(str, v))}" for name, v in values.items() if len(v) > 1]:
         raise UserError(
-            f"the reports have different settings (prompts, answers, max_new_tokens: {sorted(map(str, asked))}): "
-            "run validate.py with the same --data, --num-prompts and --max-new-tokens for all drafts"
+            f"the reports have different settings ({'; '.join(differing)}): run validate.py with the same --data, "
+            "--num-prompts, --max-new-tokens and way of sampling for all drafts"
         )
     return found
+
+
+def _asked(report: dict[str, Any]) -> dict[str, Any]:
+    """What figures that stand side by side have in common. An older report has no digest of its prompts."""
+    every = {**report["decode"], **report["about"], "answers": report["answers"]}
+    return {name: every[name] for name in ASKED if name in every}
 
 
 def make_parser() -> cli.Parser:

@@ -67,15 +67,17 @@ def draw(rows: list[dict[str, Any]], output: Path, window: int = 1) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    steps = len(rows[0]["loss_per_step"])
+    steps = max(len(row["loss_per_step"]) for row in rows)  # a run that went on with other --ttt-steps has several
     x = [row["iteration"] for row in rows]
     marker = "o" if len(rows) == 1 else None
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     for axis, key, title in zip(axes, REQUIRED[1:3], ("loss per draft step", "accuracy per draft step"), strict=False):
         for k in range(steps):
             colour = plt.get_cmap("viridis")(0.9 * k / max(steps - 1, 1))
-            y = smooth([row[key][k] for row in rows], window)
-            axis.plot(x, y, color=colour, label=f"step {k}", linewidth=1.5, marker=marker)
+            of_step = [row for row in rows if k < len(row[key])]
+            y = smooth([row[key][k] for row in of_step], window)
+            at = [row["iteration"] for row in of_step]
+            axis.plot(at, y, color=colour, label=f"step {k}", linewidth=1.5, marker=marker)
         axis.set_title(title)
     axes[1].set_ylim(0, 1)
     axes[0].legend(fontsize="small", title="draft step" if steps > 1 else None)

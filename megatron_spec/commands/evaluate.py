@@ -70,6 +70,11 @@ class AcceptanceEvaluator:
         self.questions = [ids for ids in asked if ids is not None][world.dp_rank :: world.dp_size]
         if all(ids is None for ids in asked):
             raise UserError(f"--eval-data {request.data}: every prompt is longer than the base's {limit} positions")
+        if (left_out := sum(ids is None for ids in asked)) and world.rank == 0:
+            log.warning(
+                "--eval-data %s: %d of %d prompts are longer than the base's %d positions and are not asked",
+                request.data, left_out, len(asked), limit,
+            )  # fmt: skip
         self.stop_ids = set(stop_token_ids(folder, opened, loaded.base_ref.path))
         self.config = DecodeConfig(
             max_draft_len=request.max_draft_len, max_new_tokens=request.max_new_tokens, batch_size=request.num_prompts

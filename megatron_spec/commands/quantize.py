@@ -90,7 +90,7 @@ def _read_policy(path: Path) -> QuantConfig:
 
         try:
             values = yaml.safe_load(read_text(path, "YAML"))
-        except (yaml.YAMLError, RecursionError) as e:
+        except (yaml.YAMLError, ValueError, RecursionError) as e:  # ValueError: a date that does not exist
             raise UserError(f"{path} is not valid YAML: {e}") from None
     if not isinstance(values, dict):
         raise UserError(f"--export-quant-cfg {path} must hold an object with fields of QuantConfig")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +26,8 @@ from megatron_spec.config import UserError
 from megatron_spec.data.cleaning import CleanOptions, clean, is_held_out
 from megatron_spec.data.sources import Piece, Source
 from megatron_spec.data.workers import ordered_map, usable_cpus
-from megatron_spec.runtime.files import read_json, write_json, writing
+from megatron_spec.runtime import lock
+from megatron_spec.runtime.files import read_json, replacing, write_json, writing
 
 log = logging.getLogger(__name__)
 
@@ -157,11 +157,19 @@ def prepare(
         held_out: file for the share of the conversations to hold out of training, chosen by id.
         workers: processes; default: all processors for large inputs.
 
-    Raises UserError for unreadable input, for an output that is an input, or when nothing usable is left.
+    Raises UserError for unreadable input, for an output that is an input or that another run writes, or when nothing
+    usable is left.
     """
     _check_outputs(sources, [path for path in (output, held_out) if path])
+    with lock.exclusive(output, file=True):
+        return _prepare(sources, output, options, held_out, share, workers)
+
+
+def _prepare(
+    sources: Sequence[Source], output: Path, options: CleanOptions, held_out: Path | None, share: float,
+    workers: int | None,
+) -> Report:  # fmt: skip
     request = {"sources": [s.identity() for s in sources], "options": asdict(options)}
-    output.parent.mkdir(parents=True, exist_ok=True)
     work = _Work(output, request)
     if workers is None:
         size = sum(s.path.stat().st_size if s.path else PARALLEL_FROM for s in sources)
@@ -250,7 +258,6 @@ def _distribute(folder: Path, output: Path, held_out: Path | None, share: float)
                 files[side].write(line)
                 counts[side] += 1
     for temporary, target in zip(temporaries, targets, strict=True):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(temporary, part := target.with_name(f".{target.name}.tmp-{os.getpid()}"))
-        os.replace(part, target)
+        with replacing(target) as part:
+            shutil.copyfile(temporary, part)
     return {str(t): n for t, n in zip(targets, counts, strict=True)}, int((~keep).sum())

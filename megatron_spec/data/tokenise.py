@@ -29,7 +29,7 @@ from megatron_spec.data.conversations import parse_line
 from megatron_spec.data.lines import numbered_lines
 from megatron_spec.data.store import FORMAT, Block, StoreWriter, TokenStore, runs_of
 from megatron_spec.data.workers import ordered_map, tokeniser_threads, usable_cpus
-from megatron_spec.runtime.files import published_folder, read_json, sha256_of, write_json
+from megatron_spec.runtime.files import names_in, published_folder, read_json, sha256_of, write_json
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,8 @@ def open_tokens(
             workers = min(usable_cpus(), size // PER_PROCESS) if size >= PARALLEL_FROM else 0
         try:
             with _lock(parent, key):
-                if not (folder / "meta.json").is_file():
+                # Another machine may have written it while this one waited.
+                if key not in names_in(parent) or not (folder / "meta.json").is_file():
                     _build(_Job(path, encoder, tuple(stop_token_ids), workers), folder, about)
         except OSError as error:
             raise UserError(f"{folder}: tokens cannot be written ({error}): give another --data-cache-path") from error

@@ -45,18 +45,19 @@ def write_html(path: Path | str, reports: Reports) -> None:
 def render(reports: Reports) -> str:
     """The HTML of the page."""
     title = "Acceptance of " + (next(iter(reports)) if len(reports) == 1 else f"{len(reports)} drafts")
+    several = any(len(r["sweep"]) > 1 for r in reports.values())
+    longest, first = (" (longest draft)", " (first draft length)") if several else ("", "")
+    length, share = "tokens per base forward", "share of steps"
     figures = [
-        _figure("Accepted at each draft position", "draft position", "share of steps", _per_position, reports),
-        _figure("Acceptance length by category", "category", "tokens per base forward", _by_category, reports),
-        _figure("Acceptance length by prompt length", "prompt tokens", "tokens per base forward", _by_length, reports),
-        _figure(
-            "Acceptance length by context", "tokens before the step", "tokens per base forward", _by_context, reports
-        ),
-        _figure("Draft tokens accepted in a step", "accepted tokens", "share of steps", _distribution, reports),
+        _figure("Accepted at each draft position", f"draft position{longest}", share, _per_position, reports),
+        _figure("Acceptance length by category", f"category{first}", length, _by_category, reports),
+        _figure("Acceptance length by prompt length", f"prompt tokens{first}", length, _by_length, reports),
+        _figure("Acceptance length by context", f"tokens before the step{first}", length, _by_context, reports),
+        _figure("Draft tokens accepted in a step", f"accepted tokens{first}", share, _distribution, reports),
     ]
-    if any(len(r["sweep"]) > 1 for r in reports.values()):
+    if several:
         figures += [
-            _figure("Draft length", "draft length", "tokens per base forward", _sweep, reports),
+            _figure("Draft length", "draft length", length, _sweep, reports),
             _figure("Speed-up predicted from costs", "draft length", "times the base alone", _speedups, reports),
         ]
     body = [
@@ -137,6 +138,8 @@ def _details(name: str, report: dict[str, Any]) -> str:
     parts.append(_table(["measured", ""], [[html.escape(str(k)), html.escape(str(v))] for k, v in about.items()]))
     if "memory" in report:
         parts.append(_memory(report["memory"]))
+    if len(report["sweep"]) > 1:
+        parts.append(f'<p class="note">With draft length {report["max_draft_len"]}, the first:</p>')
     rows = [
         [html.escape(c), str(s["prompts"]), str(s["steps"]), _number(s["acceptance_length"]),
          " ".join(_number(x, ".0%") for x in s["acceptance_per_position"])]
@@ -180,10 +183,14 @@ def _figure(title: str, x: str, y: str, draw: Callable[[Any, Reports], None], re
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.hashsalt": title, "svg.fonttype": "none", "font.family": "sans-serif"}):
+    # A dollar sign in a name is no formula.
+    with rc_context(
+        {"svg.hashsalt": title, "svg.fonttype": "none", "font.family": "sans-serif", "text.parse_math": False}
+    ):
         figure = Figure(figsize=(5.6, 3.6), layout="constrained")
         axes = figure.subplots()
-        draw(axes, reports)
+        # matplotlib leaves names that begin with an underscore out of the legend
+        draw(axes, {f" {name}" if name.startswith("_") else name: report for name, report in reports.items()})
         axes.set(title=title, xlabel=x, ylabel=y)
         axes.grid(axis="y", alpha=0.3)
         if len(reports) > 1:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_spec.evaluation.report import Answer, Part
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import append_text, write_text
+from megatron_spec.runtime.files import append_text, drop_half_line, write_text
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Journal:
             return []
         if lines:
             log.info("%s: found %d answers", self.path, sum(len(x["answers"]) for x in lines))
-        self.path.write_bytes(b"\n".join(raw[:-1]) + b"\n")
+        drop_half_line(self.path)
         return lines
 
     def _take(self, part: Part) -> None:

@@ -138,6 +138,7 @@ class _Validation:
         world = base.world
         asked = [[p.identifier, p.rounds, p.tools, dict(p.template_kwargs)] for p in prompts]
         digest = hashlib.sha256(json.dumps([asked, encoder.template.kwargs]).encode()).hexdigest()
+        self.about = {**about, "prompts_digest": digest[:12]}
         meta = {
             "decode": self.config.to_dict(), "draft_lens": lens, "prompts": digest, "stop_ids": sorted(stop_ids),
             "about": about, "dtype": str(base.dtype), "ranks": [world.size, world.dp_size],

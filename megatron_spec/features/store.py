@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_spec.config import Config, UserError
 from megatron_spec.data.chat import Sample
-from megatron_spec.runtime.files import read_object, replacing, write_json
+from megatron_spec.runtime.files import names_in, read_object, replacing, write_json
 
 FORMAT_VERSION = 2
 CONVENTION = "captures: layer outputs before any norm; state: after the base's final norm"
@@ -126,7 +126,8 @@ def _damaged(path: Path, error: Exception) -> str:
 
 def missing_shards(folder: Path, manifest: StoreManifest) -> list[int]:
     """Shards that are missing in the folder."""
-    return [s for s in range(manifest.num_shards) if not shard_path(folder, s).is_file()]
+    found = names_in(folder)
+    return [s for s in range(manifest.num_shards) if shard_path(folder, s).name not in found]
 
 
 def differences(found: StoreManifest, expected: dict[str, Any]) -> list[str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,21 @@ from megatron_spec.data.workers import tokeniser_threads
 from megatron_spec.decoding.engine import decode_batches
 from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.generation.answers import answer_ids
+from megatron_spec.generation.parts import known_lines, merge, parts, rejected_path
 from megatron_spec.generation.prompts import Dialogue, Prompt, ask_all, check_stop_ids, questions
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import changed_settings, drop_half_line, read_json, write_json, write_text, writing
+from megatron_spec.runtime.files import (
+    changed_settings,
+    drop_half_line,
+    read_json,
+    write_json,
+    writing,
+)
 
 log = logging.getLogger(__name__)
+
+WINDOW = 2**15
+"""Dialogues of one round that are answered together: memory holds the token ids of a window."""
 
 
 def synthesize(
@@ -71,7 +80,7 @@ def synthesize(
     limit = base.config.max_position_embeddings
     check_stop_ids(stop_ids)
     session = DecodeSession()
-    for window in _windows([Dialogue(p) for p in prompts], config.batch_size):
+    for window in _windows(prompts, config.batch_size):
         while asking := ask_all(window, encoder, limit):
             seeds = [d.seed(config.seed) for d, _ in asking]
             asked = [ids for _, ids in asking]
@@ -84,18 +93,19 @@ def synthesize(
             yield _records(unasked, encoder, save_rejections)
 
 
-def _windows(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialogue]]:
+def _windows(prompts: Iterable[Prompt], batch_size: int) -> Iterator[list[Dialogue]]:
     """Windows of dialogues that are answered together, round by round.
 
-    Single-round dialogues finish as soon as they are answered, so all of them share one window, in which free rows are
+    Single-round dialogues finish as soon as they are answered, so many of them share a window, in which free rows are
     always refilled. Longer ones finish after their last round: their windows are a few batches, or a killed run would
     lose them all.
     """
-    single = [d for d in dialogues if len(d.prompt.rounds) == 1]
-    several = sorted((d for d in dialogues if len(d.prompt.rounds) > 1), key=lambda d: len(d.prompt.rounds))
-    yield from ([single] if single else [])
-    for start in range(0, len(several), 4 * batch_size):
-        yield several[start : start + 4 * batch_size]
+    prompts = list(prompts)
+    single = [p for p in prompts if len(p.rounds) == 1]
+    several = sorted((p for p in prompts if len(p.rounds) > 1), key=lambda p: len(p.rounds))
+    for some, size in ((single, max(WINDOW, 4 * batch_size)), (several, 4 * batch_size)):
+        for start in range(0, len(some), size):
+            yield [Dialogue(p) for p in some[start : start + size]]
 
 
 def _records(
@@ -127,34 +137,6 @@ def _record(dialogue: Dialogue, encoder: ChatEncoder, ids: dict[str, Any] | None
         "problem": dialogue.problem,
     }
     return {**record, **{key: value for key, value in more.items() if value}}
-
-
-def read_records(path: Path) -> dict[str, dict[str, Any]]:
-    """Records of a file by conversation_id; {} without a file. A half-written last line is skipped.
-
-    Earlier lines that are not records are skipped with a warning, and their prompts are answered again.
-    """
-    records: dict[str, dict[str, Any]] = {}
-    lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line end is half-written, or nothing
-        try:
-            record = json.loads(line)
-            records[record["conversation_id"]] = record
-        except (ValueError, KeyError, TypeError):
-            log.warning("%s line %d is not a conversation record: skipped", path, number)
-    return records
-
-
-def _parts(output: Path) -> list[Path]:
-    found = output.parent.iterdir() if output.parent.is_dir() else ()
-    return sorted(p for p in found if re.fullmatch(re.escape(output.name) + r"\.part\d+", p.name))
-
-
-def _known(output: Path) -> dict[str, dict[str, Any]]:
-    known: dict[str, dict[str, Any]] = {}
-    for path in (output, *_parts(output)):
-        known.update(read_records(path))
-    return known
 
 
 def _from_rank_0(value: Any, world: World) -> Any:
@@ -204,29 +186,31 @@ def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[s
     output = Path(output)
     if output.is_dir():
         raise UserError(f"--output {output} is a folder, expected a file")
-    left = [p for p in (output, *_parts(output)) if p.is_file() and p.stat().st_size]
+    left = [p for p in (output, *parts(output)) if p.is_file() and p.stat().st_size]
     if left and not _meta_path(output).is_file():
         raise UserError(
             f"{left[0]} already exists, but {_meta_path(output).name}, which records how its conversations were made, "
             f"is missing: {ANOTHER}"
         )
 
-    known = _known(output)
-    if not known:
+    if next(known_lines(output), None) is None:
         return []
     old = read_json(_meta_path(output))
     left_out = sorted(old.keys() - settings.keys() - {"base_fingerprint"})  # options are recorded only where given
     if changed := changed_settings(old, {**settings, **dict.fromkeys(left_out)}):
         raise UserError(f"{output} was answered with other settings ({changed}): {ANOTHER}")
     kwargs = settings.get("chat_template_kwargs", {})
-    here = [p for p in prompts if p.identifier in known]
-    wrong = [p.identifier for p in here if not _answers_prompt(known[p.identifier], p, kwargs)]
-    if wrong:
+    asked = {p.identifier: p for p in prompts}
+    fits = {
+        (i := record["conversation_id"]): i not in asked or _answers_prompt(record, asked[i], kwargs)
+        for _, _, _, record in known_lines(output)
+    }
+    if wrong := [i for i in fits if not fits[i]]:
         raise UserError(
             f"{output}: {len(wrong)} conversations answer other questions than the prompts with the same identifier "
             f"({', '.join(wrong[:5])}): {ANOTHER}"
         )
-    return list(known)
+    return list(fits)
 
 
 def _known_everywhere(output: Path, prompts: Sequence[Prompt], meta: dict[str, Any], world: World) -> set[str]:
@@ -300,7 +284,7 @@ def synthesize_to_file(
                 log.info("answered %d of %d conversations", done, len(mine))
     if world.size > 1:
         dist.barrier()
-    problems = _from_rank_0(_merge(output, prompts) if world.rank == 0 else {}, world)
+    problems = _from_rank_0(merge(output, prompts) if world.rank == 0 else {}, world)
     return len(todo) - _unanswered(prompts, problems, output)
 
 
@@ -311,41 +295,6 @@ def _unanswered(prompts: Sequence[Prompt], problems: dict[str, str], output: Pat
         first = unanswered[0]
         raise UserError(
             f"none of {len(prompts)} prompts could be answered, the first ({first.where or first.identifier}): "
-            f"{problems[first.identifier]}; {_rejected_path(output)} lists all of them"
+            f"{problems[first.identifier]}; {rejected_path(output)} lists all of them"
         )
     return len(unanswered)
-
-
-def _rejected_path(output: Path) -> Path:
-    return output.with_name(f"{output.name}.rejected")
-
-
-def _merge(output: Path, prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Merge the parts into the output and write OUTPUT.rejected. Returns identifier -> reason of unanswered prompts."""
-    known, rejected = _known(output), _rejected_path(output)
-    order = dict.fromkeys([p.identifier for p in prompts] + list(known))  # those of other prompts come last
-    records = [known[i] for i in order if i in known]
-    kept = [r for r in records if r["conversations"]]
-    problems = {i: r["problem"] for i, r in read_records(rejected).items() if i not in known}
-    problems.update({r["conversation_id"]: r["problem"] for r in records if not r["conversations"]})
-    for record in records:
-        if record.get("problem"):
-            log.warning("%s: %s", record["conversation_id"], record["problem"])
-    if kept:
-        write_text(output, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
-    lines = [json.dumps({"conversation_id": i, "problem": why}, ensure_ascii=False) for i, why in problems.items()]
-    if lines:
-        write_text(rejected, "\n".join(lines) + "\n")
-    else:
-        rejected.unlink(missing_ok=True)
-    for path in _parts(output):
-        path.unlink()
-    cut = [r for r in kept if r["truncated"]]
-    log.info("%s: %d conversations, %d of them cut at the token limit", output, len(kept), len(cut))
-    if early := sum(bool(r.get("problem")) for r in cut):
-        log.warning("%d of them were cut before their last question: a larger --max-new-tokens avoids this", early)
-    if problems:
-        log.warning("%d prompts got no answer: %s lists the reasons", len(problems), rejected)
-    ids = sum("answer_ids" in r for r in kept)
-    log.info("%d of %d lines keep token ids of their answers: tokenising their text differs", ids, len(kept))
-    return problems

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
+from megatron_spec.runtime.temporary import final_path, leftovers, temporary_name
 
 JSON_LIMIT = 2**28
 """Maximum bytes of a JSON file of a model; a larger file must be something else."""
@@ -78,11 +79,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or seen.__context__
 
 
-def _published(path: Path | str) -> Path:
-    """The final path of a temporary name: the one that the user gave."""
-    return Path(*(re.sub(r"^\.(.+)\.tmp-\d+$", r"\1", part) for part in Path(path).absolute().parts))
-
-
 def write_error(
     path: Path | str, error: BaseException, size: int | None = None, hint: str = ""
 ) -> UserError | None:  # fmt: skip
@@ -92,7 +88,7 @@ def write_error(
         size: bytes to be written.
         hint: what to do, instead of freeing space or choosing another place.
     """
-    path = _published(path)
+    path = final_path(path)
     for cause in _causes(error):
         said = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors
         number = cause.errno if isinstance(cause, OSError) else int(said[1]) if said else None
@@ -102,7 +98,7 @@ def write_error(
         if number in _FULL or any(text in str(cause).lower() for text in _FULL_TEXTS):
             return UserError(_full(path, size, free_space(path), *([hint] if hint else [])))
         name = getattr(cause, "filename", None)
-        where = _published(os.fsdecode(name)) if isinstance(name, (str, bytes)) else path
+        where = final_path(os.fsdecode(name)) if isinstance(name, (str, bytes)) else path
         if number in _REFUSED or (number == errno.ENOENT and where.is_relative_to(path.parent)):
             return UserError(f"{where} cannot be written ({os.strerror(number)}): {hint or 'choose a place that can'}")
     return None
@@ -125,8 +121,28 @@ def writing(path: Path | str, size: int | None = None, hint: str = "") -> Iterat
 
 
 def rename(source: Path | str, target: Path | str) -> None:
-    """Move a written file or folder to its final name; the only such place."""
+    """Move a written file or folder to its final name; the only such place.
+
+    Contents reach the disk before the name does: after a power failure, a complete name would hold zeros.
+    """
+    source = Path(source)
+    for path in source.rglob("*") if source.is_dir() else [source]:
+        if path.is_file():
+            _sync(path)
     os.replace(source, target)
+    with suppress(OSError):  # not every file system syncs folders
+        _sync(Path(target).parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.EROFS, errno.EOPNOTSUPP):  # a file system without it
+            raise
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -136,10 +152,10 @@ def replacing(path: Path | str, size: int | None = None) -> Iterator[Path]:
     Otherwise it is removed. Temporary files of killed processes are removed, too.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = temporary_name(path)
     with writing(path, size):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in _leftovers(path):
+        for leftover in leftovers(path):
             leftover.unlink(missing_ok=True)
         try:
             yield temporary
@@ -177,11 +193,16 @@ def drop_half_line(path: Path) -> None:
     """Cut off a half-written line that a killed run left at the end."""
     if not path.is_file():
         return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
+    with path.open("r+b") as file:
+        begin = end = file.seek(0, os.SEEK_END)
+        while begin > 0:  # from its end: the file may be larger than memory
+            begin = max(begin - 2**20, 0)
+            file.seek(begin)
+            if whole := file.read(min(2**20, end - begin)).rfind(b"\n") + 1:
+                begin += whole
+                break
+        if begin < end:
+            file.truncate(begin)
 
 
 def require_empty(
@@ -218,24 +239,6 @@ def require_writable(folder: Path | str) -> None:
         raise UserError(f"{where} cannot be written ({e.strerror}): choose another folder") from None
 
 
-def _leftovers(path: Path) -> list[Path]:
-    """Temporary files of killed processes beside `path`."""
-    prefix = f".{path.name}.tmp-"
-    numbers = {p: p.name[len(prefix) :] for p in path.parent.iterdir() if p.name.startswith(prefix)}
-    return [p for p, number in numbers.items() if number.isdecimal() and not process_exists(int(number))]
-
-
-def process_exists(pid: int) -> bool:
-    """True if another process with this id runs on this machine."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return pid != os.getpid()
-
-
 @contextmanager
 def published_folder(
     folder: Path | str, overwrite: bool = False, hint: str = "", size: int | None = None
@@ -250,10 +253,10 @@ def published_folder(
     folder = Path(folder)
     if not overwrite:
         require_empty(folder)
-    temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}"
+    temporary = temporary_name(folder)
     with writing(folder, size, hint):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in _leftovers(folder):
+        for leftover in leftovers(folder):
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir()
         try:
@@ -266,6 +269,18 @@ def published_folder(
 
 
 # ---- reading
+
+
+def names_in(folder: Path) -> set[str]:
+    """Names of what is in a folder, from a new listing of it; none for a folder that is not there.
+
+    A network file system may remember for a minute that a file was not there, but lists a changed folder anew: the way
+    to look for what another machine has written.
+    """
+    try:
+        return set(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
 
 
 def read_text(path: Path | str, kind: str = "text") -> str:
@@ -296,7 +311,7 @@ def read_json(path: Path | str) -> Any:
     """Parse a JSON file. Raises UserError naming the file if it is missing, malformed or not text."""
     try:
         return json.loads(read_text(path, "JSON"))
-    except json.JSONDecodeError as e:
+    except ValueError as e:  # malformed, or a number of more digits than Python reads
         raise UserError(f"{path} is not valid JSON ({e}): it may be truncated; copy it again") from None
     except RecursionError:
         raise UserError(f"{path} is not valid JSON: it is nested too deeply") from None

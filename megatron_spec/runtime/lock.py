@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import process_exists, writing
+from megatron_spec.runtime.files import writing
+from megatron_spec.runtime.temporary import process_exists
 
 NAME = ".lock"
 TOUCH, STALE = 10.0, 60.0

@@ -8,6 +8,7 @@ the server's /metrics before and after, if it has them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 import urllib.error
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_spec.config import UserError
+
+log = logging.getLogger(__name__)
 
 Messages = Sequence[Any]
 """A chat: {"role", "content"}, the last one to be answered."""
@@ -126,6 +129,12 @@ def acceptance(before: dict[str, float], after: dict[str, float]) -> dict[str, A
 # ---- requests
 
 
+def _text(delta: Any) -> str:
+    """New text of a chunk; that of a reasoning parser (its field differs between engines) consists of tokens, too."""
+    names = ("reasoning_content", "reasoning", "content")
+    return "".join(text for name in names if (text := getattr(delta, name, None)))
+
+
 class Server:
     """An OpenAI-compatible server.
 
@@ -144,7 +153,7 @@ class Server:
             raise UserError("openai is not installed: pip install 'megatron-spec[serving]'") from None
         self._error = openai.OpenAIError
         self.client = openai.AsyncOpenAI(base_url=base, api_key=api_key, max_retries=0, timeout=600)
-        self.model, self.options = model, options
+        self.model, self.options, self._warned = model, options, False
 
     async def find_model(self) -> str:
         """The model's name. Raises UserError when the server does not answer."""
@@ -160,8 +169,7 @@ class Server:
         start = time.perf_counter()
         first = last = None
         parts: list[str] = []
-        tokens = chunks = 0
-        streamed = False
+        tokens, chunks, streamed = None, 0, False
         try:
             stream = await self.client.chat.completions.create(
                 model=await self.find_model(), messages=messages, stream=True,
@@ -171,17 +179,29 @@ class Server:
                 streamed = True
                 if chunk.usage is not None:
                     tokens = chunk.usage.completion_tokens
-                if chunk.choices and chunk.choices[0].delta.content:
+                if chunk.choices and (text := _text(chunk.choices[0].delta)):
                     last = time.perf_counter()
                     first = first or last
                     chunks += 1
-                    parts.append(chunk.choices[0].delta.content)
+                    parts.append(text)
         except self._error as e:
             raise UserError(f"{self.url}: {type(e).__name__}: {e}") from None
         if not streamed:
             raise UserError(f"{self.url}: the server did not stream its answer, so its tokens have no times")
         end = time.perf_counter()
-        return Answer("".join(parts), tokens or chunks, (first or end) - start, (last or end) - start)
+        if tokens is None:
+            tokens = chunks
+            self._warn_uncounted()
+        return Answer("".join(parts), tokens, (first or end) - start, (last or end) - start)
+
+    def _warn_uncounted(self) -> None:
+        """Say once that tokens are counted otherwise."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: the server reports no usage: every streamed chunk counts as one token, though a draft makes "
+                "chunks of several", self.url,
+            )  # fmt: skip
 
 
 async def run_level(server: Server, prompts: Sequence[Messages], concurrency: int) -> tuple[Level, list[str]]:

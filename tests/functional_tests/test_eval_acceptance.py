@@ -155,6 +155,17 @@ def test_evaluation_options_without_evaluation_are_refused() -> None:
             EvalRequest(**fields)  # type: ignore[arg-type]
 
 
+def test_prompts_that_do_not_fit_are_named(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from megatron_spec.commands.evaluate import EvalRequest
+
+    data = here / "long.jsonl"
+    questions = ["red sky", "blue sea " * 20_000]
+    data.write_text("".join(json.dumps({"question_id": i, "turns": [q]}) + "\n" for i, q in enumerate(questions)))
+    assert train(here, "long", 1, evaluation=EvalRequest(str(data), EVERY, 2, 2, 6))
+    assert "1 of 2 prompts are longer than" in caplog.text
+    assert read(here, "long")[-1]["prompts"] == 1
+
+
 def test_impossible_evaluations_are_refused(here: Path) -> None:
     from megatron_spec.commands.evaluate import EvalRequest
 

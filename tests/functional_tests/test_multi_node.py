@@ -99,10 +99,10 @@ def stand_ins(folder: Path, **programs: str) -> str:
 
 def test_slurm_script_saves_requeues_and_resumes(root: Path, tmp_path: Path) -> None:
     path = stand_ins(tmp_path)
-    (tmp_path / "repository").symlink_to(ROOT)  # its processes are found by this path
+    (tmp_path / "c++ [1]").symlink_to(ROOT)  # its processes are found by this path
     job = environment(
         CUDA_VISIBLE_DEVICES="",
-        PATH=path, REPO=f"{tmp_path}/repository", PYTHON=sys.executable,
+        PATH=path, REPO=f"{tmp_path}/c++ [1]", PYTHON=sys.executable,
         SLURM_SUBMIT_DIR=str(SLURM), SLURM_JOB_ID=str(os.getpid()), SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n",
         GPUS="1", TP="1", PRECISION="", REQUEUED=f"{tmp_path}/requeued", DRAFT=f"{root}/draft", SAVE=f"{root}/slurm",
         DATA=f"{root}/train.jsonl",

@@ -151,7 +151,7 @@ def test_policies(tmp_path: Path) -> None:
     assert quant_policy(str(tmp_path / "p.json"), "none") == QuantConfig(draft="none")
     wrong = {
         "p.json": ('{"kv_cach": "fp8"}', "did you mean 'kv_cache'"), "q.yaml": ("- a", "must hold an object"),
-        "r.yml": ("a: [", "not valid YAML"),
+        "r.yml": ("a: [", "not valid YAML"), "t.yml": ("a: 2026-13-45", "not valid YAML"),
         "s.json": ('{"calibration": "percentile", "percentile": 0}', "percentile must be"),
     }  # fmt: skip
     for name, (text, message) in wrong.items():

@@ -27,8 +27,8 @@ def check(folder: Folder) -> Iterator[Finding]:
     yield from findings
     if not any(f.rule == "config" for f in findings):
         for rule in (
-            _names, _later_layers, _mask_token, check_biases, _vocab_map, _qk_norm, served_by_some, _capture_ids,
-            check_rope, check_fp8, check_target, check_embedding,
+            _names, _later_layers, _mask_token, check_biases, _vocab_map, _qk_norm, _option_places, served_by_some,
+            _capture_ids, check_rope, check_fp8, check_target, check_embedding,
         ):  # fmt: skip
             yield from rule(folder)
 
@@ -149,6 +149,23 @@ def _qk_norm(folder: Folder) -> Iterator[Finding]:
             "architectures", "norms over query and key heads under an architecture for which vLLM has none",
             f'write "architectures": {layout.QK_NORM_ARCHITECTURES} and "model_type": "qwen3"', ("vllm",),
         )  # fmt: skip
+
+
+def _option_places(folder: Folder) -> Iterator[Finding]:
+    """Options in the one of their two places where an engine does not look; it silently drops their tensors."""
+    top, nested = folder.config, folder.config.get("eagle_config") or {}
+    if top.get("norm_before_fc") and not nested.get("norm_before_fc"):
+        yield Finding(
+            "norm_before_fc", "norm_before_fc is only at the top level, TensorRT-LLM reads it in eagle_config",
+            "also write it in eagle_config (tools/check_export.py --fix does)", ("trtllm",),
+        )  # fmt: skip
+    readers: dict[str, tuple[Engine, ...]] = {"fc_norm": ALL, "norm_output": ALL, "norm_before_residual": ("vllm",)}
+    for name, engines in readers.items():
+        if nested.get(name) and not top.get(name):
+            yield Finding(
+                name, f"{name} is only in eagle_config, engines read it at the top level",
+                "also write it at the top level (tools/check_export.py --fix does)", engines,
+            )  # fmt: skip
 
 
 def _capture_ids(folder: Folder) -> Iterator[Finding]:

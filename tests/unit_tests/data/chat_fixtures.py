@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -98,3 +100,23 @@ def disk_of(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def slow_to_show(folder: Path, prefix: str = "") -> Iterator[None]:
+    """As on a network file system, whatever begins with `prefix` is not found below `folder` before that is listed."""
+    listed: list[Path] = []
+    is_file, listdir = Path.is_file, os.listdir
+
+    def looked_up(path: Path) -> bool:
+        inside = path.is_relative_to(folder) and path.relative_to(folder).parts[0].startswith(prefix)
+        return is_file(path) and (folder in listed or not inside)
+
+    def list_folder(path: Any = ".") -> list[Any]:
+        listed.append(Path(path))
+        return listdir(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "is_file", looked_up)
+        patch.setattr(os, "listdir", list_folder)
+        yield

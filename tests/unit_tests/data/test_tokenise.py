@@ -17,7 +17,14 @@ from megatron_spec.data.store import Block, TokenStore, runs_of
 from megatron_spec.data.tokenise import open_tokens
 from megatron_spec.data.workers import ordered_map, usable_cpus
 from megatron_spec.runtime import files
-from tests.unit_tests.data.chat_fixtures import CHATML, FORGETS_THINKING, make_tokenizer, talk, write_lines
+from tests.unit_tests.data.chat_fixtures import (
+    CHATML,
+    FORGETS_THINKING,
+    make_tokenizer,
+    slow_to_show,
+    talk,
+    write_lines,
+)
 
 TALKS = [
     talk(("user", f"q{i}"), ("assistant", "é" * (i % 5) + "a"), ("user", "and"), ("assistant", "b" * (i % 7) + "c"))
@@ -52,6 +59,14 @@ def test_store_equals_the_encoder(path, monkeypatch):
     for packing in (False, True):
         rows = BatchLoader(data, 2, 4, packing=packing).step(8)
         assert all(row.tokens_BS.shape[1] <= 70 for row in rows)
+
+
+def test_tokens_that_another_machine_just_wrote_are_found(path, monkeypatch):
+    """Else a rank would write them anew, while others read them."""
+    folder = open_tokens(path, make_tokenizer(CHATML)).folder
+    monkeypatch.setattr(tokenise, "_build", lambda *_: pytest.fail("they are written again"))
+    with slow_to_show(folder.parent):
+        assert len(open_tokens(path, make_tokenizer(CHATML))) == 60
 
 
 def test_files_do_not_depend_on_the_number_of_processes_and_threads(path, tmp_path, monkeypatch):

@@ -280,5 +280,21 @@ def test_html_page_is_self_contained(chat: Any, tmp_path: Path) -> None:
     for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
         ElementTree.fromstring(svg)
     assert page == render({"n-grams <2>": report})
+    odd = (tmp_path / "odd.html", {"_a": report, "cost $x_ and $\\frac": report})
+    write_html(*odd)
+    for svg in re.findall(r"<svg.*?</svg>", odd[0].read_text(), flags=re.DOTALL):
+        assert "> _a</text>" in svg and r"cost $x_ and $\frac</text>" in svg  # both are in the legend
+    assert "With draft length 1, the first:" in page and "category (first draft length)</text>" in page
     with pytest.raises(UserError, match="at least one report"):
         write_html(tmp_path / "none.html", {})
+
+
+def test_the_report_names_its_prompts_by_content(chat: Any) -> None:
+    """The same questions have one digest with any draft, others another."""
+    found = [
+        validate(
+            chat.base, NGramDrafter(n), chat.prompts[:count], chat.tokenizer, CHAT_CONFIG, stop_ids=chat.stop_ids
+        ).about["prompts_digest"]
+        for n, count in ((1, 2), (2, 2), (2, 1))
+    ]
+    assert found[0] == found[1] != found[2]

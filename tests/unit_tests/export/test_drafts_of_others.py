@@ -512,6 +512,15 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     assert "only vllm can serve" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
 
 
+def test_a_causal_block_is_told_to_every_engine_that_listens(home: Home) -> None:
+    kind, overrides = KINDS["dflash"]
+    assert "is_causal" not in home.export("dflash", kind, **overrides)[0]
+    raw, _ = home.export("causal", kind, **overrides, causal=True)
+    assert raw["is_causal"] is True and raw["dflash_config"]["causal"] is True
+    lost = [f.engines for f in check_folder(home.root / "causal") if f.rule == "served"]
+    assert lost == [("trtllm",)]
+
+
 def test_a_base_that_was_changed_after_training(home: Home, tmp_path: Path) -> None:
     home.export("eagle3", "eagle3")
     shutil.copytree(home.base, tmp_path / "rotated")

@@ -15,6 +15,7 @@ from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.data.chat import Sample
 from megatron_spec.features.store import FeatureStore, FeatureWriter, SampleFeatures, StoreManifest
 from tests.unit_tests.base.tiny import save_tiny
+from tests.unit_tests.data.chat_fixtures import slow_to_show
 from tests.worlds import run_world
 
 CAPTURES = (0, 2)
@@ -402,6 +403,12 @@ def test_incomplete_and_damaged_stores_are_refused(store: Path) -> None:
         FeatureStore(store)
     with pytest.raises(UserError, match="started with other settings"):
         FeatureWriter(store, manifest(dtype="bfloat16"))
+
+
+def test_shards_that_another_machine_just_wrote_are_found(store: Path) -> None:
+    with slow_to_show(store, "features-"):
+        assert len(FeatureStore(store)) == len(FeatureStore(store).lengths)
+        assert FeatureWriter(store, manifest()).pending() == []
 
 
 def test_rows_that_differ_from_the_stored_sample_are_refused(store: Path) -> None:

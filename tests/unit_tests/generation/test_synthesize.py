@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,9 @@ from megatron_spec.data.conversations import read_conversations
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.engine import decode
 from megatron_spec.generation import synthesize as module
-from megatron_spec.generation.prompts import Prompt
-from megatron_spec.generation.synthesize import read_records, synthesize, synthesize_to_file
+from megatron_spec.generation.parts import read_records
+from megatron_spec.generation.prompts import Dialogue, Prompt
+from megatron_spec.generation.synthesize import synthesize, synthesize_to_file
 from tests.unit_tests.data.chat_fixtures import disk_of
 from tests.unit_tests.decoding.tiny_models import CHAT_CONFIG
 
@@ -145,6 +148,30 @@ def test_killed_run_resumes(
     assert _to_file(chat, chat.prompts, output) == 3
     assert list(read_records(output).values()) == [records[p.identifier] for p in chat.prompts]
     assert not part.exists()
+
+
+def test_memory_does_not_grow_with_the_number_of_prompts(
+    chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dialogues, which hold token ids, exist for two windows at most, and the merge reads one line at a time."""
+    alive: list[weakref.ref[Dialogue]] = []
+    most = 0
+
+    class Counted(Dialogue):
+        def __init__(self, prompt: Prompt) -> None:
+            nonlocal most
+            super().__init__(prompt)
+            alive.append(weakref.ref(self))
+            gc.collect()
+            most = max(most, sum(dialogue() is not None for dialogue in alive))
+
+    monkeypatch.setattr(module, "Dialogue", Counted)
+    monkeypatch.setattr(module, "WINDOW", 2)
+    first, output = chat.prompts[0], tmp_path / "out.jsonl"
+    prompts = [dataclasses.replace(first, identifier=f"{i}", rounds=first.rounds[:1]) for i in range(12)]
+    assert _to_file(chat, prompts, output, batch_size=1, max_new_tokens=2) == 12
+    assert list(read_records(output)) == [p.identifier for p in prompts]
+    assert len(alive) == 12 and most <= 9, "two windows of four, and one that was just answered"
 
 
 def test_parts_of_another_layout_are_used_and_new_prompts_added(

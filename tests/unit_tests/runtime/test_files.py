@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_spec.config import UserError
 from megatron_spec.runtime.files import (
     append_text,
     check_object,
+    drop_half_line,
     published_folder,
     read_json,
     read_object,
@@ -28,18 +30,69 @@ from megatron_spec.runtime.files import (
     write_text,
     writing,
 )
+from megatron_spec.runtime.temporary import FORGOTTEN, temporary_name
 
 
 def test_temporaries_of_killed_runs_are_removed(tmp_path: Path) -> None:
+    """Those of this machine's processes at once, those of another machine after a day without a write."""
+    mine = temporary_name(tmp_path / "out").name.removesuffix(str(os.getpid()))
     here = os.getppid()  # of a process that runs
-    for name in (".out.tmp-99999998", f".out.tmp-{here}", ".out.tmp-mine", ".outer.tmp-1", ".other.tmp-1"):
+    kept = [f"{mine}{here}", f"{mine}mine", ".out.tmp-00000000-99999998", ".outer.tmp-1", ".other.tmp-1", ".out.tmp-x"]
+    old = ".out.tmp-00000000-1"
+    for name in (f"{mine}99999998", old, *kept):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
+    yesterday = time.time() - FORGOTTEN - 60
+    for path in (tmp_path / old / "file", tmp_path / old, tmp_path / kept[2]):  # of the last, a file was just written
+        os.utime(path, (yesterday, yesterday))
     with published_folder(tmp_path / "out") as temporary:
         (temporary / "file").write_text("whole")
-    left = [".other.tmp-1", f".out.tmp-{here}", ".out.tmp-mine", ".outer.tmp-1", "out"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == left
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "out"])
     assert (tmp_path / "out" / "file").read_text() == "whole"
+
+
+def test_machines_that_share_a_folder_do_not_share_temporaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers number their processes alike; a process of another machine is not running here."""
+    path = tmp_path / "manifest.json"
+    with replacing(path) as first:
+        first.write_text("first")
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr("socket.gethostname", lambda: "elsewhere")
+            with replacing(path) as second:
+                second.write_text("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first" and [p.name for p in tmp_path.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_contents_reach_the_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool) -> None:
+    synced: list[int] = []
+    order: list[str] = []
+    replace = os.replace
+
+    def rename(source: Path, target: Path) -> None:
+        files = [p for p in (source, *source.rglob("*")) if p.is_file()]
+        assert files and {p.stat().st_ino for p in files} <= set(synced)
+        order.append("renamed")
+        replace(source, target)
+
+    monkeypatch.setattr("os.fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+    monkeypatch.setattr("os.replace", rename)
+    if folder:
+        with published_folder(tmp_path / "out") as temporary:
+            (temporary / "inside").mkdir()
+            (temporary / "inside" / "file").write_text("x")
+    else:
+        write_text(tmp_path / "out", "x")
+    assert order == ["renamed"] and synced[-1] == tmp_path.stat().st_ino
+
+    def refused(handle: int) -> None:
+        raise OSError(errno.EDQUOT, "quota")
+
+    monkeypatch.setattr("os.fsync", refused)  # a network file system says only now that there is no room
+    with pytest.raises(UserError, match="no space left"):
+        write_text(tmp_path / "next", "x")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_failed_block_publishes_nothing(tmp_path: Path) -> None:
@@ -110,6 +163,14 @@ def test_partial_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert path.read_text() == "one\n"
 
 
+@pytest.mark.parametrize("content", ["", "half", "one\n", "one\nhalf", "half" * 2**19, "one\n" + "x" * 2**20, "\n"])
+def test_half_line_is_cut_off(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "lines"
+    path.write_text(content)
+    drop_half_line(path)
+    assert path.read_text() == content[: content.rfind("\n") + 1]
+
+
 def test_free_space_is_checked_before_writing(tmp_path: Path) -> None:
     require_space(tmp_path / "not" / "yet", 1000)
     with pytest.raises(
@@ -136,6 +197,7 @@ def test_unwritable_paths_are_refused(place: str, tmp_path: Path) -> None:
     [
         (b"", "not valid JSON"), (b'{"a": [1, 2', "may be truncated"), (b"\x80\x00\xff", "not valid JSON"),
         (b"[" * 200_000, "nested too deeply|not valid JSON"), (b"[1]", "found a list, expected a JSON object"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "not valid JSON .*digits"),
         (b'{"b": {}}', "missing a"), (b'{"a": {}, "b": "x"}', 'b is "x", expected a number'),
         (b'{"a": true, "b": 1}', "a is true, expected an object or a list"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_spec.config import UserError
-from megatron_spec.serving.measure import acceptance, percentiles, read_counters
+from megatron_spec.serving.measure import Server, acceptance, percentiles, read_counters
 from tools import bench_server, convert_questions
 
 pytest.importorskip("openai")
@@ -62,14 +63,14 @@ class Handler(BaseHTTPRequestHandler):
             return
         with s.lock:
             s.asked += 1
-            s.requests.append(request)
+            s.requests.append({**request, "key": self.headers["Authorization"]})
             s.waiting += 1
             s.most = max(s.most, s.waiting)
         if s.barrier is not None:
             s.barrier.wait(timeout=30)  # all workers are here at once
-        chunks = [{"choices": [{"index": 0, "delta": {"content": s.prefix + word}}]} for word in WORDS]
-        usage = {"completion_tokens": 7, "prompt_tokens": 1, "total_tokens": 8}
-        chunks.append({"choices": [], "usage": usage})
+        chunks = [{"choices": [{"index": 0, "delta": {s.field: s.prefix + word}}]} for word in WORDS[: s.words]]
+        usage = {"completion_tokens": 7 if s.words else 0, "prompt_tokens": 1, "total_tokens": 8}
+        chunks += [{"choices": [], "usage": usage}] if s.usage else []
         common = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
         text = "".join(f"data: {json.dumps({**common, **chunk})}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
         with s.lock:
@@ -84,6 +85,7 @@ def servers() -> Iterator[list[Any]]:
         server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.asked = server.waiting = server.most = 0
         server.requests, server.lock, server.prefix = [], threading.Lock(), prefix
+        server.field, server.words, server.usage = "content", 3, True
         server.counts, server.barrier = prefix == "", None
         threading.Thread(target=server.serve_forever, daemon=True).start()
         started.append(server)
@@ -106,7 +108,10 @@ def run(*arguments: str) -> None:
     bench_server.main(bench_server.make_parser().parse_args(list(arguments)))
 
 
-def test_compares_two_servers(servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compares_two_servers(
+    servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
     data = questions(tmp_path / "q.jsonl", "p", "q", "r", "s")
     servers[0].barrier = threading.Barrier(2)
     run(
@@ -125,6 +130,7 @@ def test_compares_two_servers(servers: list[Any], tmp_path: Path, capsys: pytest
     assert b["acceptance"] == {} and report["levels"][0]["equal_answers"] == 0.0
     assert servers[0].most == 2
     request = servers[0].requests[0]
+    assert request["key"] == "Bearer secret" and "secret" not in (tmp_path / "r.json").read_text()
     assert request["max_tokens"] == 9 and request["ignore_eos"] is True and request["temperature"] == 0
     assert capsys.readouterr().out.count("\n| ") == 3
 
@@ -162,6 +168,27 @@ def test_server_refusals_are_reported(servers: list[Any], tmp_path: Path) -> Non
         run("--url", url(servers[0]), "--data", str(questions(tmp_path / "w.jsonl", "whole")))
     with pytest.raises(UserError, match="is the server up"):
         run("--url", "http://127.0.0.1:9", "--data", data)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_is_text_that_was_generated(servers: list[Any], field: str) -> None:
+    """vLLM and SGLang stream it in a field of its own: its first token is the first token."""
+    servers[0].field = field
+    server = Server(url(servers[0]), "m", {})
+    answer = asyncio.run(server.ask([{"role": "user", "content": "p"}]))
+    assert answer.text == "one two three " and answer.tokens == 7
+
+
+def test_a_server_without_usage(servers: list[Any], tmp_path: Path, caplog: Any, capsys: Any) -> None:
+    """Chunks stand for tokens, with a warning; a server that writes nothing has no speed to compare with."""
+    servers[0].usage, servers[1].words = False, 0
+    data, output = questions(tmp_path / "q.jsonl", "p", "q"), tmp_path / "r.json"
+    with caplog.at_level("WARNING"):
+        run("--url", url(servers[0]), "--compare", url(servers[1]), "--data", str(data), "--output", str(output))
+    assert caplog.text.count("reports no usage") == 1
+    [level] = json.loads(output.read_text())["levels"]
+    assert [s["tokens"] for s in level["servers"]] == [6, 0] and level["speedup"] is None
+    assert "| A / B | 1 | - |" in capsys.readouterr().out
 
 
 def test_percentiles_are_values() -> None:

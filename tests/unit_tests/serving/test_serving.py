@@ -387,6 +387,24 @@ def test_options_that_an_engine_drops_are_refused(
     assert trtllm_config(unused)["speculative_config"]["decoding_type"] == "Eagle3"
 
 
+@pytest.mark.parametrize(
+    ("option", "left", "refused"),
+    [
+        ("norm_before_fc", "top", {"trtllm"}),
+        ("fc_norm", "eagle_config", {"trtllm", "vllm", "sglang"}),
+        ("norm_output", "eagle_config", {"trtllm", "vllm", "sglang"}),
+    ],
+)
+def test_options_where_an_engine_does_not_look(tmp_path: Path, option: str, left: str, refused: set[str]) -> None:
+    folder = trained(tmp_path / "d", algorithm="eagle3.1", **{option: True})
+    assert not exported(folder).unserved
+    config = json.loads((folder / "config.json").read_text())
+    del (config if left == "eagle_config" else config["eagle_config"])[option]
+    (folder / "config.json").write_text(json.dumps(config))
+    lost = exported(folder).unserved
+    assert lost.keys() == refused and all(f"{option} is only" in why for why in lost.values())
+
+
 def test_trtllm_engine_options(tmp_path: Path) -> None:
     plan = exported(draft(tmp_path / "draft"), sa_threshold=6)
     options = EngineOptions(8, 4096, 2048, 0.6, False, tp_size=2)

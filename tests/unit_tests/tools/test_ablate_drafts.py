@@ -163,6 +163,14 @@ def test_settings_of_training_and_sampled_answers(tmp_path: Path, monkeypatch: p
     for line in sampled:
         assert len(line["few_steps"]) == len(defaults["few_steps"])
         assert sum(line["few_tokens"]) / sum(line["few_steps"]) == pytest.approx(line["few"]["acceptance_length"])
+    with pytest.raises(UserError, match="trained for 3 steps, now 4 are asked for"):
+        start("--steps", "4")
+    other = write_conversations(tmp_path / "other.jsonl", 8)
+    with pytest.raises(UserError, match=r"other settings \(data: found 'd.jsonl \w+', now 'other.jsonl \w+'\)"):
+        start("--data", str(other))
+    (tmp_path / "sets").mkdir()
+    with pytest.raises(UserError, match="2 files are called qa"):
+        start("--prompts", str(tmp_path / "qa.jsonl"), write_questions(tmp_path / "sets" / "qa.jsonl"))
     page = (output / "acceptance.md").read_text()
     assert "At temperature 1 with rejection sampling, 4 answers to each question" in page
     assert "At temperature 0.5 where a draft token is right" in page and page.count("| decay 0.8 |") == 3
@@ -326,6 +334,13 @@ def test_seeds_of_an_older_and_a_newer_run_are_pooled_without_interval() -> None
         found[f"{name} seed 1"]["few"]["steps"] = 4
     rows = acceptance_page.ablations(found).splitlines()[2:]
     assert rows == ["| defaults | 2.000 | - | 2.000 2.000 |", "| detached | 2.667 | +0.667 | +2.000 +0.000 |"]
+
+
+def test_the_longest_comes_first() -> None:
+    """By number, not by text: 10 is more than 9."""
+    found = {f"equal steps {n}": line([n], [1], parameters=1, passes=1, seconds=1) for n in (9, 10, 2)}
+    rows = acceptance_page._steps(found).splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == ["10", "9", "2"]
 
 
 def test_the_schedule_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

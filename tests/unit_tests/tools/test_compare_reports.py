@@ -13,7 +13,8 @@ from tools.compare_reports import main, make_parser, read_reports
 
 def write(path: Path, prompts: str = "a.jsonl", **about: str) -> str:
     told = {"prompts": prompts, "decoding_type": "NGram", "draft": "NGram", **about}
-    path.write_text(json.dumps({"about": told, "sweep": [], "answers": 3, "decode": {"max_new_tokens": 9}}))
+    decode = {"max_new_tokens": 9, "temperature": told.pop("temperature", "0")}
+    path.write_text(json.dumps({"about": told, "sweep": [], "answers": 3, "decode": decode}))
     return str(path)
 
 
@@ -37,3 +38,16 @@ def test_a_report_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a report, too"):
         main(make_parser().parse_args([one, "--html", one]))
     assert Path(one).read_bytes() == before
+
+
+def test_reports_of_other_prompts_or_sampling_are_refused(tmp_path: Path) -> None:
+    """Files of the same name, and the same questions at another temperature; a report without a digest is older."""
+    one = write(tmp_path / "1.json", prompts_digest="aa")
+    older = write(tmp_path / "2.json")
+    assert list(read_reports([older, one, write(tmp_path / "3.json", prompts_digest="aa")], ["x", "y", "z"])) == list(
+        "xyz"
+    )
+    with pytest.raises(UserError, match=r"different settings \(prompts_digest: aa, bb\)"):
+        read_reports([older, one, write(tmp_path / "4.json", prompts_digest="bb"), older], list("wxyz"))
+    with pytest.raises(UserError, match=r"different settings \(temperature: 0, 1\)"):
+        read_reports([older, write(tmp_path / "5.json", temperature="1")], ["x", "y"])

@@ -19,10 +19,12 @@ def test_one_line_per_setting(chat: Any, capsys: pytest.CaptureFixture[str]) -> 
     flags += ["--max-new-tokens", "5", "--temperatures", "0", "0.7"]
     generation_throughput.measure(generation_throughput.make_parser().parse_args(flags))
     greedy, sampled = map(json.loads, capsys.readouterr().out.splitlines())
-    assert greedy["answers"] == sampled["answers"] == 3 and sampled["temperature"] == 0.7
+    assert greedy["answers"] == sampled["answers"] == 5 and sampled["temperature"] == 0.7  # two have a second round
     for line in (greedy, sampled):
-        assert 3 <= line["tokens"] <= 15 and line["steps"] and line["file_tokens_per_second"] > 0
+        assert 5 <= line["tokens"] <= 25 and line["steps"] and line["file_tokens_per_second"] > 0
         assert 0 < line["host_ms_per_step"] <= line["ms_per_step"]
+    with pytest.raises(UserError, match="no step to time"):
+        generation_throughput.measure(generation_throughput.make_parser().parse_args([*flags, "--max-new-tokens", "1"]))
 
 
 def test_as_many_requests_as_asked_for(chat: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,3 +118,24 @@ def test_speed_of_the_base_alone(chat: Any, capsys: pytest.CaptureFixture[str]) 
     for more in (["--max-draft-len", "3"], ["--sa-threshold", "2"]):
         with pytest.raises(UserError, match=f"{more[0]} needs --draft"):
             decode_speed.measure(decode_speed.make_parser().parse_args([*flags, *more]))
+
+
+def test_speed_of_answers_of_one_token(chat: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing comes after the prefill, so there is no ratio without it; only first questions are asked."""
+    base = tiny_models.load(chat.folder, chat.base.world)
+    model = api.convert(base, [("eagle", {"capture_layer_ids": list(tiny_models.CAPTURES)})], base_path=chat.folder)
+    api.save(model, tmp_path / "draft")
+    data = tmp_path / "two_rounds.jsonl"
+    data.write_text("".join(json.dumps({"question_id": i, "turns": ["red sky", "and then?"]}) + "\n" for i in range(3)))
+    flags = ["--base", str(chat.folder), "--draft", str(tmp_path / "draft"), "--dtype", "float32"]
+    flags += ["--questions", "2", "--max-new-tokens", "1", "--phase-tokens", "8", "--prompts"]
+    decode_speed.measure(decode_speed.make_parser().parse_args([*flags, str(data)]))
+    line = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert (
+        line["questions"] == 2 and line["ratio"]["without_prefill"] is None and line["ratio"]["tokens_per_second"] > 0
+    )
+    data.write_text(json.dumps({"question_id": 1, "turns": ["red sky " * 20_000]}))
+    with pytest.raises(UserError, match="no question fits"):
+        decode_speed.measure(decode_speed.make_parser().parse_args([*flags, str(data)]))
+    with pytest.raises(UserError, match="2 files are called two_rounds"):
+        decode_speed.measure(decode_speed.make_parser().parse_args([*flags, str(data), f"other/{data.name}"]))

@@ -67,3 +67,18 @@ def test_nothing_to_draw_is_an_error(tmp_path):
             draw(write(tmp_path, lines))
     with pytest.raises(UserError, match=r"ending in .png"):
         draw(write(tmp_path, [json.dumps(row(1))]), "--output", tmp_path / "x.pdf")
+
+
+def test_a_run_that_went_on_with_other_draft_steps(tmp_path, monkeypatch):
+    """A step is drawn where it was trained."""
+    write(tmp_path, [json.dumps(row(i, steps)) for i, steps in ((1, 2), (2, 3), (3, 1))])
+    drawn = []
+    from matplotlib import figure
+
+    def look(self, path, **options):
+        drawn.extend([list(line.get_xdata()) for line in axis.get_lines()] for axis in self.axes)
+        path.touch()
+
+    monkeypatch.setattr(figure.Figure, "savefig", look)
+    draw(tmp_path)
+    assert drawn[0] == drawn[1] == [[1, 2, 3], [1, 2], [2]] and drawn[2] == [[1, 2, 3]]

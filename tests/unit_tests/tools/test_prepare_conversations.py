@@ -1,5 +1,8 @@
 import gzip
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -8,6 +11,7 @@ from megatron_spec.data import prepare as prepare_library
 from megatron_spec.data import sources
 from megatron_spec.data.conversations import read_conversations
 from megatron_spec.generation.prompts import read_prompts
+from tests.functional_tests.script_helpers import ROOT, environment
 from tests.unit_tests.data.chat_fixtures import disk_of
 from tools import prepare_conversations
 
@@ -259,6 +263,24 @@ def test_killed_run_resumes_with_the_same_result(tmp_path, monkeypatch):
     known = [r for r in read if r is not None]
     assert known == sorted(known) and known[-1] > 50, "what was read is not read again"
     assert not out.with_name("out.jsonl.work").exists()
+
+
+def test_one_run_at_a_time_writes_an_output(tmp_path, monkeypatch):
+    """Both would continue OUTPUT.work, and the first to end removes it."""
+    source, out = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(open_ai("question", "answer")) + "\n")
+    real, others = prepare_library._Work.save, []
+
+    def second_starts(work):
+        words = [sys.executable, prepare_conversations.__file__, str(source), "--output", str(out)]
+        others.append(subprocess.run(words, capture_output=True, text=True, env=environment(PYTHONPATH=str(ROOT))))
+        real(work)
+
+    monkeypatch.setattr(prepare_library._Work, "save", second_starts)
+    run(source, "--output", out)
+    assert others and {o.returncode for o in others} == {2}
+    assert f"{out} is in use by process {os.getpid()} on" in others[0].stderr
+    assert len(lines(out)) == 1 and sorted(tmp_path.iterdir()) == [source, out]
 
 
 def test_result_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):

@@ -295,6 +295,10 @@ def test_job_array_task_starts_its_server_and_takes_its_shard(prompts, tmp_path)
     assert done.returncode == 0, done.stderr
     assert set(lines(tmp_path / "train-00001-of-00002.jsonl")) == {f"c{i}" for i in range(1, 10, 2)}
     assert json.loads((tmp_path / "train-00001-of-00002.jsonl.meta.json").read_text())["sampling"] == {"max_tokens": 9}
+    with Server(port=20000 + os.getpid() % 20000):  # of another job
+        foreign = task(0)
+    assert foreign.returncode == 1 and "belongs to another server" in foreign.stderr
+    assert not (tmp_path / "train.jsonl").exists() and not list(tmp_path.glob("*-00000-*"))
     dead = task(0, dies=True)
     assert dead.returncode == 1 and "the server ended: see server-" in dead.stderr
 

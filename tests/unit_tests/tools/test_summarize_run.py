@@ -15,7 +15,8 @@ from tools.summarize_run import final_metrics, summarize, table
 def report(length: float, dtype: str, wrong: int) -> dict[str, Any]:
     return {
         "acceptance_length": length, "ci95": [length - 0.1, length + 0.1], "acceptance_per_position": [0.5, 0.25],
-        "text_identical": not wrong, "mismatches": [{}] * wrong, "near_ties": 0, "answers": 4,
+        "text_identical": not wrong, "mismatches": [{}] * (wrong + 1), "differences": wrong, "exact_ties": 1,
+        "near_ties": 0, "answers": 4,
         "about": {"dtype": dtype},
         "base": {"tokens_per_second": 10.0}, "speculative": {"tokens_per_second": 15.0},
     }  # fmt: skip

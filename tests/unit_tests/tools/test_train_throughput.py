@@ -51,7 +51,8 @@ def test_every_shape_is_a_base() -> None:
         qkv = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
         layer = c.hidden_size * (qkv + c.num_attention_heads * c.head_dim + 3 * c.intermediate_size)
         billions = (c.num_layers * layer + c.vocab_size * c.hidden_size) / 1e9
-        assert billions == pytest.approx(float(name.split("-")[-1][:-1]), rel=0.1), name
+        size = name.split("-")[-1]
+        assert billions == pytest.approx(float(size[:-1]) / (1000 if size.endswith("m") else 1), rel=0.1), name
 
 
 def test_half_supervised() -> None:
@@ -68,6 +69,7 @@ def test_tiny_run(tmp_path: Path, draft: str) -> None:
     written = json.loads((tmp_path / "bench.json").read_text())
     assert written["tokens_per_second"] == report["tokens_per_second"] > 0
     assert (written["seq_length"], written["ttt_steps"], written["card"]) == (32, 2, "CPU")
+    assert written["shape"] == "tiny"
     assert {"mfu", "peak_gib", "versions", "shares_ms"} <= written.keys()
     parts = {"head_forward", "head_input_gradient", "head_weight_gradient"}
     whole = {"base", "teacher", "head", "optimizer", "draft_layer"}
