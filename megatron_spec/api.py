@@ -138,7 +138,7 @@ def _check_seeds(world: World) -> None:
 
 
 def _on_device(batches: list[Batch], world: World) -> list[Batch]:
-    return [batch if batch.tokens_BS.device.type == world.device.type else batch.to(world.device) for batch in batches]
+    return [batch if batch.tokens_BS.device == world.device else batch.to(world.device) for batch in batches]
 
 
 def initialize(parallel: ParallelConfig | None = None, seed: int = 1234) -> World:
