@@ -86,6 +86,11 @@ def titles(root: Path) -> Titles:
 CASES = [(family, "one") for family in FAMILIES] + [(f, layout) for f, names in IN_LAYOUTS.items() for layout in names]
 
 
+def bound(name: str) -> float:
+    """Of the relative difference. The draft's inputs come from a fake-quantised base: a last bit may change a code."""
+    return 5e-3 if name.startswith("draft ") and name.endswith("input_quantizer.amax") else 1e-4
+
+
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_scripts_find_what_local_ones_find_on_one_rank(root: Path, titles: Titles, family: str, layout: str) -> None:
     for script in SCRIPTS:
@@ -102,7 +107,8 @@ def test_scripts_find_what_local_ones_find_on_one_rank(root: Path, titles: Title
             assert ran == modules(script, engine), (script, engine)
             found = te_chain.results(script, root / family, title)
             gaps = te_chain.distances(found, expected)
-            assert all(gap < 1e-4 for gap in gaps.values()), (script, engine, max(gaps.items(), key=lambda x: x[1]))
+            wrong = {name: gap for name, gap in gaps.items() if not gap < bound(name)}
+            assert not wrong, (script, engine, wrong)
             names = (te_results.BASE, *([te_results.DRAFT] if script in OF_DRAFT else []))
             te_results.add(RAN, names if engine else (te_results.LOCAL,), script, family, layout)
 
