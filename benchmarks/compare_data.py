@@ -24,13 +24,14 @@ DATA = ("answer_temperature", "user_questions", "data", "conversations", "answer
 
 def compared(runs: dict[str, list[Line]], kind: str) -> str:
     """The table of the greedy ("measured") or sampled answers; '' unless all runs have them."""
-    found = {
-        f"ablation {run}{line['name'].removeprefix('ablation defaults')}": line
-        for run, lines in runs.items() for line in lines
-        if line["kind"] == kind and line["name"].startswith("ablation defaults")
-    }  # fmt: skip
-    if not all(any(name.startswith(f"ablation {run}") for name in found) for run in runs):
+    seeds = {
+        run: [x for x in lines if x["kind"] == kind and x["name"].startswith("ablation defaults")]
+        for run, lines in runs.items()
+    }
+    if not all(seeds.values()):
         return ""
+    named = [(f"ablation {run}", line) for run, lines in seeds.items() for line in lines]
+    found = {name + line["name"].removeprefix("ablation defaults"): line for name, line in named}
     return ablations(found, control=next(iter(runs)))
 
 

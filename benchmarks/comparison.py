@@ -14,6 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -187,8 +188,9 @@ class Comparison(Answers):
                 self.base, self.tokenizer, prompts[i :: len(parts)], config.replace(temperature=temperature), part,
                 draft=None, stop_ids=self.stop_ids, about={"base": self.ref.fingerprint},
             )  # fmt: skip
-        lines = [part.read_text(encoding="utf-8").splitlines(keepends=True) for part in parts]
-        write_text(path, "".join(line for each in zip_longest(*lines, fillvalue="") for line in each))
+        with ExitStack() as stack:  # a line ends at a line feed alone: texts may hold other separators
+            files = [stack.enter_context(part.open(encoding="utf-8", newline="\n")) for part in parts]
+            write_text(path, "".join(line for each in zip_longest(*files, fillvalue="") for line in each))
         return path
 
     def _prompts(self, config: DecodeConfig) -> list[Prompt]:

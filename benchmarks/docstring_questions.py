@@ -97,7 +97,7 @@ def sources(package: str) -> Iterator[Source]:
             tree = ast.parse(text)
         except (OSError, SyntaxError, ValueError):  # templates, other Python versions
             continue
-        lines = text.splitlines()
+        lines = text.split("\n")  # as Python counts them
         for node in ast.walk(tree):
             if isinstance(node, Documented) and not node.name.startswith("_") and (doc := ast.get_docstring(node)):
                 yield Source(node, textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])), doc)

@@ -194,7 +194,7 @@ def test_flags_without_effect_are_refused(tmp_path: Path, flags: list[str], mess
 def test_training_data_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Answers of several temperatures, and users' questions instead of drawn ones; the runs side by side."""
     users = tmp_path / "users.jsonl"
-    users.write_text("".join(json.dumps({"question_id": i, "turns": [f"blue sea {i}"]}) + "\n" for i in range(4)))
+    users.write_text("".join(json.dumps({"question_id": i, "turns": [f"blue sea\u2028{i}"]}) + "\n" for i in range(4)))
 
     def start(name: str, *more: str) -> Path:
         given = flags_of(tmp_path, "--parts", "ablations", "--steps", "2", "--conversations", "8", *more)
@@ -206,10 +206,10 @@ def test_training_data_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture
 
     greedy = start("greedy", "--answer-temperature", "0")
     mixed = start("mixed", "--answer-temperature", "0", "1")
-    asked = start("asked", "--user-questions", str(users))
+    asked = start("asked", "--user-questions", str(users), "--answer-temperature", "0", "1")
 
     def answers(folder: Path) -> dict[str, str]:
-        lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().split("\n")[:-1]]
         return {line["conversation_id"]: json.dumps(line["conversations"]) for line in lines}
 
     base, half, other = answers(greedy), answers(mixed), answers(asked)
