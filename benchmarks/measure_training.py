@@ -196,7 +196,7 @@ def shares(
         clock.watch(ahead, "_fill" if ahead.online else "_next", "base"), clock.watch(eagle3, "teach", "teacher"),
         clock.watch(eagle3, "head_losses", "head"), clock.watch(dflash, "teach", "teacher"),
         clock.watch(dflash, "block_losses", "head"), clock.watch(trainer, "_update", "optimizer"),
-        clock.watch_methods(head, "WeightProducts", {"forward": "head_forward", "backward": "head_input_gradient"}),
+        clock.watch_methods(head, "WeightProducts", {"forward": "head_forward", "forward_largest": "head_forward", "backward": "head_input_gradient"}),
         clock.watch_methods(head, "weight_gradient", dict.fromkeys(("add", "result"), "head_weight_gradient")),
         clock.watch_results(unroll, "kernel_row_loss", "loss"),
         clock.watch_results(block_losses, "kernel_row_loss", "loss"),

@@ -1,9 +1,7 @@
 """The layers of the frozen base as a short list of products and element-wise operations, without modules or autograd.
 
-Computes what the stage's megatron-core layers compute, on the same weights, with one of three sets of operators: plain
-torch (decoding on any device, which is bound by the host: a fraction of the calls per step), fused kernels (half
-precision on a GPU, for decoding and training: fewer passes over memory), and fp8 linears (training only). A step of
-decoding takes its attention, or whole layers, from `decode_layers.py`.
+Computes what the stage's megatron-core layers compute, on the same weights, with one of three sets of operators
+(`operators.py`). A step of decoding takes its attention, or whole layers, from `decode_layers.py`.
 
 S sequence, B micro-batch, R = S * B rows, H hidden, N query and G key/value heads of this rank, D head size.
 """
@@ -20,179 +18,14 @@ from torch import Tensor
 
 from megatron_spec.base.decode_layers import DecodeLayers
 from megatron_spec.base.moe import MixtureOfExperts
+from megatron_spec.base.operators import Fp8Operators, KernelOperators, Norms, PlainOperators
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.ops import backend
-from megatron_spec.ops.attention import attend
-from megatron_spec.ops.fp8 import Fp8Matrix, padded
+from megatron_spec.ops.fp8 import padded
 from megatron_spec.ops.overlap import RankSums, Wait
-from megatron_spec.ops.rope import apply_rotary, rotary_angles
+from megatron_spec.ops.rope import rotary_angles
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths
-
-Norms = tuple[Tensor, Tensor] | None
-"""Weights [D] of the RMS norms of each query and each key head, taken before they are rotated."""
-
-
-class PlainOperators:
-    """Plain torch operators, in any dtype. An activation is what `linear` accepts: here, a tensor [R, inputs]."""
-
-    weights_released = False
-    """True when the modules have lost their weights and only these operators can run the layers."""
-
-    def __init__(self, config: BaseConfig, heads: int, kv_heads: int) -> None:
-        self.config, self.heads, self.kv_heads, self.eps = config, heads, kv_heads, config.rms_norm_eps
-
-    def serves(self, visibility: Visibility) -> bool:
-        """True for the forwards that these operators speed up: decoding."""
-        return visibility.cache is not None
-
-    def attend(
-        self,
-        qkv: Tensor,
-        tables: tuple[Tensor, Tensor],
-        S: int,
-        B: int,
-        visibility: Visibility,
-        layer: int,
-        norms: Norms,
-    ) -> Tensor:
-        """Attention output [R, N * D] of a layer from its projection [R, (N + 2G) * D]."""
-        q, k, v = self.split_rotated(qkv, tables, S, B, norms)
-        return attend(q, k, v, visibility, layer).reshape(S * B, -1)
-
-    def tables(self, angles_SB1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) as `split_rotated` expects them."""
-        return angles_SB1D.cos().to(dtype)[:, :, None], angles_SB1D.sin().to(dtype)[:, :, None]
-
-    def split_rotated(
-        self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, norms: Norms
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [S, B, N, D] and k [S, B, G, D], rotated, and v [S, B, G, D] of a projection [R, (N + 2G) * D].
-
-        Its columns are those of megatron-core's linear_qkv: per group the queries, the key, the value.
-        """
-        split = qkv.view(S, B, self.kv_heads, self.heads // self.kv_heads + 2, self.config.head_dim)
-        rotated = split[..., :-1, :]
-        if norms is not None:
-            weights = torch.cat([norms[0].expand(rotated.shape[-2] - 1, -1), norms[1][None]])
-            rotated = F.rms_norm(rotated, norms[0].shape, eps=self.eps) * weights
-        rotated = apply_rotary(rotated, *tables)
-        return rotated[..., :-1, :].flatten(2, 3), rotated[..., -1, :], split[..., -1, :]
-
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
-        """(x + delta, its norm as an activation)."""
-        total = x if delta is None else x + delta
-        return total, F.rms_norm(total, weight.shape, weight, self.eps)
-
-    def final(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm)."""
-        return self.add_norm(x, delta, weight)
-
-    def linear(self, activation: Any, module: Any, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Product with the module's weight, plus a bias, [R, outputs of this rank], written to `out` when given."""
-        if out is None:
-            return F.linear(activation, module.weight, bias)
-        if bias is None:
-            return torch.mm(activation, module.weight.t(), out=out)
-        return torch.addmm(bias, activation, module.weight.t(), out=out)
-
-    def gated(self, gate_up: Tensor) -> Any:
-        """silu(gate) * up as an activation."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def activation(self, x: Tensor) -> Any:
-        """x as an activation."""
-        return x
-
-
-class KernelOperators(PlainOperators):
-    """Operators with fused kernels (residual sum and norm, rotary embedding and split of q, k, v, gate), for training
-    batches and decoding.
-
-    Args:
-        kernels: operators (`ops.backend.load`).
-    """
-
-    def __init__(self, config: BaseConfig, heads: int, kv_heads: int, kernels: Any) -> None:
-        super().__init__(config, heads, kv_heads)
-        self.kernels = kernels
-
-    def serves(self, visibility: Visibility) -> bool:
-        """True: training batches and decoding."""
-        return True
-
-    def tables(self, angles_SB1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See `PlainOperators.tables`; fp32 [R, D / 2]."""
-        angles = angles_SB1D.flatten(0, 2)[:, : self.config.head_dim // 2]
-        return angles.cos().contiguous(), angles.sin().contiguous()
-
-    def split_rotated(
-        self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, norms: Norms
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `PlainOperators.split_rotated`."""
-        N, G, D = self.heads, self.kv_heads, self.config.head_dim
-        q, k = qkv.new_empty(S * B, N * D), qkv.new_empty(S * B, G * D)
-        self.kernels.rotary_forward(qkv, tables, q, k, None, N, G, grouped=True, norms=norms, eps=self.eps)
-        return q.view(S, B, N, D), k.view(S, B, G, D), qkv.view(S, B, G, N // G + 2, D)[:, :, :, -1]
-
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
-        """See `PlainOperators.add_norm`."""
-        total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
-        self.kernels.norm_forward(x, self.eps, delta, None if delta is None else total, (weight, normed))
-        return total, normed
-
-    def final(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """See `PlainOperators.final`; never in fp8."""
-        return KernelOperators.add_norm(self, x, delta, weight)
-
-    def gated(self, gate_up: Tensor) -> Any:
-        """See `PlainOperators.gated`."""
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self.kernels.gated_forward(gate_up, out)
-        return out
-
-
-class Fp8Operators(KernelOperators):
-    """`KernelOperators` with the four linears of every layer in fp8; norms, attention and residual stream keep dtype.
-
-    The bf16 weights of the linears are released, so the base serves training batches only.
-    """
-
-    weights_released = True
-
-    def __init__(self, plain: KernelOperators, layers: list[Any]) -> None:
-        super().__init__(plain.config, plain.heads, plain.kv_heads, plain.kernels)
-        self.dtype = layers[0].input_layernorm.weight.dtype
-        self.weights: dict[int, Any] = {}
-        for layer in layers:
-            attention, mlp = layer.self_attention, layer.mlp
-            for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
-                self.weights[id(module)] = Fp8Matrix.of_weight(module.weight.data)
-                module.weight.data = module.weight.data.new_empty(0)
-
-    def serves(self, visibility: Visibility) -> bool:
-        """True for training batches; `FrozenBase` refuses the rest."""
-        return visibility.cache is None
-
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
-        """See `PlainOperators.add_norm`."""
-        total = x if delta is None else torch.empty_like(x)
-        return total, self.kernels.quantized_norm(x, delta, None if delta is None else total, weight, self.eps)
-
-    def linear(self, activation: Any, module: Any, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """See `PlainOperators.linear`."""
-        found: Tensor = self.kernels.product(activation, self.weights[id(module)], self.dtype, out=out)
-        return found if bias is None else found.add_(bias)
-
-    def gated(self, gate_up: Tensor) -> Any:
-        """See `PlainOperators.gated`."""
-        return self.kernels.quantized_gate(gate_up)
-
-    def activation(self, x: Tensor) -> Any:
-        """See `PlainOperators.activation`."""
-        return self.kernels.quantize(x)
-
 
 def _experts(layer: Any) -> torch.nn.Module:
     """The layer's mixture of experts; an empty module for a dense layer."""
@@ -222,7 +55,7 @@ class DirectForward:
         kind = paths.kernels("base_direct")
         self.operators: PlainOperators = PlainOperators(config, *heads)
         if kind != "none":
-            self.operators = KernelOperators(config, *heads, backend.load(kind))
+            self.operators = KernelOperators(config, *heads, backend.load(kind), paths.on("product_epilogues"))
         kind = paths.kernels("decode_kernels")
         self.decode: DecodeLayers | None = None
         if kind != "none":
@@ -262,7 +95,7 @@ class DirectForward:
             return self._few_rows(decode, whole, decode.tables(angles), captured, visibility)
         tables = do.tables(angles, hidden_SBH.dtype) if decode is None else decode.tables(angles)
         parts = self._pieces(S * B, visibility)
-        x = [whole[part] for part in parts]
+        x, training = [whole[part] for part in parts], visibility.cache is None
         delta: list[Wait | None] = [None] * len(parts)
         for i, layer in enumerate(self.layers):
             x, qkv = self._projected(x, delta, layer, parts, decode is None)
@@ -273,11 +106,15 @@ class DirectForward:
                 attended = decode.attend(qkv, attention, tables, visibility, i)
             else:
                 attended = do.attend(qkv, tables, S, B, visibility, i, self._head_norms(attention))
-            delta = [self._summed(do.activation(attended[part]), attention.linear_proj) for part in parts]
+            if self._adds(attention.linear_proj, training):  # the caller and a capture keep their tensors
+                x = [do.add_product(x[0], attended, attention.linear_proj, keep=i == 0 or i - 1 in captured)]
+                delta = [None]
+            else:
+                delta = [self._summed(do.activation(attended[part]), attention.linear_proj) for part in parts]
             for n, summed in enumerate(delta):
-                assert summed is not None
-                x[n], normed = do.add_norm(x[n], summed(), layer.pre_mlp_layernorm.weight)
-                delta[n] = self._mlp(layer.mlp, normed, S)
+                norm = layer.pre_mlp_layernorm.weight
+                x[n], normed = do.add_norm(x[n], None if summed is None else summed(), norm)
+                delta[n] = self._mlp(x, n, layer.mlp, normed, S, training)
         x, out = self._last(x, delta)
         if len(self.layers) - 1 in captured:
             recorded.append(self._own_rows(x, B))
@@ -339,13 +176,20 @@ class DirectForward:
             return whole
         return whole.chunk(self.tp.size())[self.tp.rank()].clone()  # does not keep the other rows
 
-    def _mlp(self, mlp: Any, normed: Any, S: int) -> Wait:
-        """[R, H] output of a dense MLP by the operators, or of experts by their modules."""
+    def _mlp(self, x: list[Tensor], n: int, mlp: Any, normed: Any, S: int, training: bool) -> Wait | None:
+        """[R, H] output of a dense MLP by the operators, or of experts by their modules; None if `x[n]` has it now."""
         if isinstance(mlp, MixtureOfExperts):
             mixed: Tensor = mlp(normed.view(S, -1, normed.shape[-1]))[0]
             return lambda: mixed.flatten(0, 1)
-        gate_up = self.operators.linear(normed, mlp.linear_fc1, mlp.linear_fc1.bias)
-        return self._summed(self.operators.gated(gate_up), mlp.linear_fc2)
+        gated = self.operators.gated_product(normed, mlp.linear_fc1, training)
+        if not self._adds(mlp.linear_fc2, training):
+            return self._summed(gated, mlp.linear_fc2)
+        self.operators.add_product(x[n], gated, mlp.linear_fc2, keep=False)
+        return None
+
+    def _adds(self, module: Any, training: bool) -> bool:
+        """True if the product with this module includes the residual sum."""
+        return self.tp.size() == 1 and self.operators.adds(module, training)
 
     def _head_norms(self, attention: Any) -> Norms:
         return (attention.q_layernorm.weight, attention.k_layernorm.weight) if self.config.qk_norm else None

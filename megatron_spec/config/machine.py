@@ -21,6 +21,8 @@ class Machine:
     nothing."""
     grouped_products: bool = True
     """torch multiplies groups of rows with a matrix each."""
+    tensor_descriptors: bool = True
+    """Triton reads and writes tiles by tensor descriptors."""
 
     @property
     def fp8(self) -> bool:

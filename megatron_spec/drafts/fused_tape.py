@@ -136,6 +136,7 @@ class Tape:
         self.attention: Any = layer.self_attn
         self.mlp: Any = layer.mlp
         self.kernels: Any = backend.load(draft.paths.kernels("draft_fused"))
+        self.epilogues = draft.paths.on("product_epilogues")
         self.weights, self.visibility, self.eps, self.steps = weights, visibility, draft.config.rms_norm_eps, steps
         self.tp, self.sequence_parallel, self.sums = draft.tp_group, draft.sequence_parallel, draft.sums
         self.sizes = sizes = Sizes.of(draft, batch, steps)

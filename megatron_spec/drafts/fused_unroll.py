@@ -104,10 +104,14 @@ class _Forward:
         tape, post, gates = self.tape, self.tape.at(self.tape.post, k), self.tape.gates(k)
         told = (delta, tape.at(tape.inner, k), (tape.weights.post_norm, post))
         tape.saved.rstd_inner.append(tape.kernels.norm_forward(tape.saved.before[k], tape.eps, *told))
-        tape.gate_up_product.forward(round_(tape.mlp.gate_proj, post), out=gates)
+        x = round_(tape.mlp.gate_proj, post)
         if tape.down_product.fp8 is not None:
+            tape.gate_up_product.forward(x, out=gates)
             return tape.down_product.forward(tape.kernels.quantized_gate(gates), out=delta)
-        tape.kernels.gated_forward(gates, gated)
+        if tape.epilogues:
+            tape.kernels.gated_product(x, tape.gate_up_product.weight, gated, gates if tape.keeps_gates else None)
+        else:
+            tape.kernels.gated_forward(tape.gate_up_product.forward(x, out=gates), gated)
         return tape.down_product.forward(round_(tape.mlp.down_proj, gated), out=delta)
 
     def _project(self, k: int) -> None:

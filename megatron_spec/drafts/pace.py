@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, where
 
 from megatron_spec.losses import block
-from megatron_spec.losses.vocab_parallel import Teacher
+from megatron_spec.losses.vocab_parallel import Largest, Teacher
 from megatron_spec.ops.head import Weigh
 
 
@@ -46,9 +46,9 @@ class Pace:
             kernels: of `losses.block.label_probabilities`.
         """
 
-        def weights_of(logits_RD: Tensor, rows_R: Tensor, part: slice) -> Tensor:
+        def weights_of(logits_RD: Tensor, rows_R: Tensor, part: slice, known: Largest | None = None) -> Tensor:
             """See `Weigh`."""
-            q_R = block.label_probabilities(logits_RD, teacher, rows_R, temperature, group, kernels)
+            q_R = block.label_probabilities(logits_RD, teacher, rows_R, temperature, group, kernels, known)
             return self.weights(where(teacher.in_vocab_U[rows_R], q_R, 0), part)
 
         return weights_of

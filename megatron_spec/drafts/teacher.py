@@ -17,7 +17,13 @@ from torch import Tensor
 from megatron_spec.config.structure import share
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks, largest_over_ranks
+from megatron_spec.losses.vocab_parallel import (
+    Largest,
+    Teacher,
+    argmax_and_lse,
+    argmax_over_ranks,
+    largest_over_ranks,
+)
 from megatron_spec.ops import backend
 
 CHUNK_BYTES = 256 << 20
@@ -92,10 +98,13 @@ class TeacherHead:
 
     Args:
         kernels: operators (`ops.backend.load`) if the path `teacher_kernel` is on.
+        epilogues: largest logits are found inside the products (path `product_epilogues`).
     """
 
-    def __init__(self, ends: BaseEnds, vocab: DraftVocab, group: dist.ProcessGroup, kernels: Any = None) -> None:
-        self.ends, self.vocab, self.group, self.kernels = ends, vocab, group, kernels
+    def __init__(
+        self, ends: BaseEnds, vocab: DraftVocab, group: dist.ProcessGroup, kernels: Any = None, epilogues: bool = False
+    ) -> None:
+        self.ends, self.vocab, self.group, self.kernels, self.epilogues = ends, vocab, group, kernels, epilogues
         device = ends.head_weight.device
         self.source = (ends.head_weight.data_ptr(), ends.head_weight.dtype, device)
         shard, first = ends.head_weight.shape[0], group.rank() * ends.head_weight.shape[0]
@@ -170,19 +179,19 @@ class TeacherHead:
         """
         rows, (others, other_ids) = self.draft_rows(), self._others(weight_VH)
         logits = torch.empty(len(state_UH), len(self.share), dtype=weight_VH.dtype, device=weight_VH.device)
-        tops, argmaxes = [], []
-        for state, out in zip(state_UH.split(chunk := self._chunk(len(others))), logits.split(chunk), strict=True):
-            torch.mm(state, rows.t(), out=out)
+        found = []
+        chunk = self._chunk(len(state_UH), len(others))
+        for state, out in zip(state_UH.split(chunk), logits.split(chunk), strict=True):
+            _, own_lse, best = self._product(state, rows, temperature, out)
             if len(others):
-                top, _, column = self.kernels.largest(F.linear(state, others), 1.0)
+                top, _, column = self._product(state, others, 1.0, state.new_empty(len(state), len(others)))
             else:
                 column = torch.full((len(state),), -1, dtype=torch.int64, device=state.device)
                 top = torch.full_like(column, -torch.inf, dtype=torch.float32)
-            tops.append(top)
-            argmaxes.append(other_ids[column])
-        _, own_lse, best = self.kernels.largest(logits, temperature)
+            found.append((top, other_ids[column], own_lse, best))
+        tops, argmaxes, own_lse, best = (torch.cat(x) for x in zip(*found, strict=True))
         best_top = logits.gather(1, best[:, None])[:, 0]
-        mine = (torch.cat(tops), torch.cat(argmaxes), best_top, best + self.share.start, own_lse)
+        mine = (tops, argmaxes, best_top, best + self.share.start, own_lse)
         top, argmax, best_top, best, lse = largest_over_ranks(self.group, *mine)
         best_id = self.target_ids[best]
         inside = (best_top > top) | ((best_top == top) & (best_id < argmax))
@@ -198,25 +207,37 @@ class TeacherHead:
             self.others = weight_VH[ids - first], torch.cat([ids, ids.new_tensor([-1])])
         return self.others
 
-    def _chunk(self, columns: int) -> int:
-        """Rows of a chunk of logits."""
-        return max(1, KERNEL_CHUNK_BYTES // (max(1, columns) * self.ends.head_weight.element_size()))
+    def _product(self, state_UH: Tensor, weight_VH: Tensor, temperature: float, out_UV: Tensor) -> Largest:
+        """out = state W^T, and what the operator `largest` finds in it."""
+        if self.epilogues:
+            return self.kernels.largest_product(state_UH, weight_VH, temperature, out_UV)  # type: ignore[no-any-return]
+        found: Largest = self.kernels.largest(torch.mm(state_UH, weight_VH.t(), out=out_UV), temperature)
+        return found
+
+    def _chunk(self, rows: int, columns: int) -> int:
+        """Rows of a chunk of logits: chunks are equally large, in multiples of 128, a tile of the products."""
+        most = max(1, KERNEL_CHUNK_BYTES // (max(1, columns) * self.ends.head_weight.element_size()))
+        equal = -(-rows // max(1, -(-rows // most)))
+        return max(1, min(most, -(-equal // 128) * 128))
 
     def _with_kernel(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
         logits = torch.empty(len(state_UH), len(self.vocab), dtype=weight_VH.dtype, device=weight_VH.device)
-        chunk = self._chunk(weight_VH.shape[0])
-        parts = [
-            self.kernels.teacher_rows(self._whole(state, weight_VH), self.target_ids, self.draft_ids, temperature, out)
-            for state, out in zip(state_UH.split(chunk), logits.split(chunk), strict=True)
-        ]
+        chunk = self._chunk(len(state_UH), weight_VH.shape[0])
+        ids, parts = (self.target_ids, self.draft_ids), []
+        for state, out in zip(state_UH.split(chunk), logits.split(chunk), strict=True):
+            whole, argmax = self._whole(state, weight_VH)
+            parts.append(self.kernels.teacher_rows(whole, *ids, temperature, out, argmax))
         lse, argmax, label, inside = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
         return Teacher(logits, lse, argmax, label, inside)
 
-    def _whole(self, state_UH: Tensor, weight_VH: Tensor) -> Tensor:
-        """[U, V] logits of the whole vocabulary, computed in fp8 if the base has its head in fp8."""
+    def _whole(self, state_UH: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(logits of the whole vocabulary [U, V], in fp8 if the base has its head in fp8; their argmax, if known)."""
         head = self.ends.head_fp8
+        if head is None and self.epilogues:
+            out = state_UH.new_empty(len(state_UH), len(weight_VH))
+            return out, self._product(state_UH, weight_VH, 1.0, out)[2]
         if head is None:
-            return F.linear(state_UH, weight_VH)
+            return F.linear(state_UH, weight_VH), None
         found: Tensor = self.kernels.product(self.kernels.quantize(state_UH), head, state_UH.dtype)
         return found[:, : len(weight_VH)]
 
@@ -236,6 +257,7 @@ def teacher_of(draft: Any, ends: BaseEnds) -> TeacherHead:
     if draft._teacher is None or not draft._teacher.fits(ends):
         kind = draft.paths.kernels("teacher_kernel")
         kernels = None if kind == "none" else backend.load(kind)
-        draft._teacher = TeacherHead(ends, draft.vocab, draft.tp_group, kernels)
+        epilogues = draft.paths.on("product_epilogues")
+        draft._teacher = TeacherHead(ends, draft.vocab, draft.tp_group, kernels, epilogues)
     kept: TeacherHead = draft._teacher
     return kept

@@ -223,7 +223,7 @@ def head_losses(
         """Differentiable losses of rows of logits."""
         return row_losses(logits_RD, told, rows_R, objective.loss_kind, objective.temperature, group)
 
-    in_place = scale_ = fp8 = kernels = None
+    in_place = scale_ = fp8 = kernels = epilogue = None
     if paths.kernels() != "none":
         kernels = backend.load(paths.kernels())
         scale_ = kernels.scale_
@@ -231,12 +231,15 @@ def head_losses(
             in_place = kernel_row_loss(told, objective.loss_kind, objective.temperature, group, kernels)
         if paths.under(objective).on("draft_head_fp8"):
             fp8 = kernels
+        elif in_place is not None and paths.on("product_epilogues"):
+            epilogue = (kernels, objective.temperature)
     size = chunk_rows(weight_DH, in_place is not None, teacher.columns)
     chunks, order_N, weigh = row_chunks(sum(map(len, states)), size), None, None
     if objective.step_weights == "d-pace":
         fast = None if in_place is None else kernels
         chunks, order_N, weigh = _paced(supervision, told, objective, group, size, fast)
-    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_, chunks, fp8, order_N, weigh)
+    given = (row_loss, in_place, scale_, chunks, fp8, order_N, weigh, epilogue)
+    total, stats = fused_head(states, weight_DH, steps, *given)
     rows_T = to_device(torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype), stats.device)
     counted = teacher.in_vocab_U[supervision.teacher_rows[0]].sum() if objective.in_vocab_only else None
     return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T, counted)

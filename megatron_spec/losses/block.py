@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_spec.losses.vocab_parallel import (
+    Largest,
     RowLosses,
     Teacher,
     argmax_and_lse,
@@ -57,18 +58,20 @@ def label_probabilities(
     temperature: float,
     group: dist.ProcessGroup | None,
     kernels: Any = None,
+    known: Largest | None = None,
 ) -> Tensor:
     """[R] the draft's probability of `teacher.label_U` at each row, in fp32 or fp64.
 
     Args:
         logits_RD: draft logits of this rank's shard, in any dtype; they stay as they are.
         kernels: operators (`ops.backend.load`), to find the log-sum-exp in one pass.
+        known: of this rank's columns, if the product found it.
     """
     if kernels is None:
         wide_RD = logits_RD.to(torch.promote_types(logits_RD.dtype, torch.float32))
         lse_R = argmax_and_lse(wide_RD / temperature, group, 0)[1]
     else:
-        lse_R = kernel_largest(logits_RD, 0, temperature, group, kernels)[0]
+        lse_R = kernel_largest(logits_RD, 0, temperature, group, kernels, known)[0]
     label_R = pick(logits_RD, teacher.label_U[rows_R] - teacher.first)[2].to(lse_R.dtype) / temperature
     reduce_together(group, label_R)
     return (label_R - lse_R).exp()

@@ -164,6 +164,10 @@ def row_losses(
     return RowLosses(loss_R, overlap_R, argmax_R, grad_RD)
 
 
+Largest = tuple[Tensor, Tensor, Tensor]
+"""(largest value, log-sum-exp, index of the largest value) of logits / temperature, each [R] (operator `largest`)."""
+
+
 InPlace = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """See `ops.head.RowLossInPlace`."""
 
@@ -189,14 +193,15 @@ def kernel_row_loss(
         )
 
     def in_place(
-        logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor, rounded: Fp8Matrix | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor, rounded: Fp8Matrix | None = None,
+        known: Largest | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Loss, overlap and best column; the gradient replaces the logits, and is rounded on request."""
         given = (logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R)
-        if group is None or group.size() == 1:
+        if known is None and (group is None or group.size() == 1):
             return kernels.soft_rows(*given, temperature, kind == "kl", rounded)
         assert rounded is None, "no rank has a whole row to round"
-        lse_R, best_R = kernel_largest(logits_RD, teacher.first, temperature, group, kernels)
+        lse_R, best_R = kernel_largest(logits_RD, teacher.first, temperature, group, kernels, known)
         loss_R, overlap_R = kernels.soft_shard(*given, lse_R, temperature, kind == "kl")
         reduce_together(group, loss_R, overlap_R)
         return loss_R, overlap_R, best_R
@@ -210,11 +215,13 @@ def _mixed_row_loss(
     """a * cross-entropy to the label + b * sum |q - p|, (a, b) = `weights`."""
     given, column_U = (teacher.logits_UD, teacher.lse_U), teacher.label_U - teacher.first
 
-    def in_place(logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def in_place(
+        logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor, known: Largest | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, overlap and best column; the gradient replaces the logits."""
-        if group is None or group.size() == 1:
+        if known is None and (group is None or group.size() == 1):
             return kernels.mixed_rows(logits_RD, *given, rows_R, column_U, weight_R, temperature, weights)
-        lse_R, best_R = kernel_largest(logits_RD, teacher.first, temperature, group, kernels)
+        lse_R, best_R = kernel_largest(logits_RD, teacher.first, temperature, group, kernels, known)
         label_R, overlap_R, mass_R = kernels.mixed_sums(logits_RD, *given, rows_R, column_U, lse_R, temperature)
         reduce_together(group, label_R, overlap_R, mass_R)
         kernels.mixed_gradient(logits_RD, *given, rows_R, column_U, weight_R, lse_R, mass_R, temperature, weights)
@@ -224,14 +231,20 @@ def _mixed_row_loss(
 
 
 def kernel_largest(
-    logits_RD: Tensor, first: int, temperature: float, group: dist.ProcessGroup | None, kernels: Any
+    logits_RD: Tensor,
+    first: int,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    kernels: Any,
+    known: Largest | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-sum-exp of logits / temperature, index of the largest logit) of R rows over all ranks.
 
     Args:
         first: index of this rank's first column.
+        known: of this rank's columns, if the product found it.
     """
-    top_R, lse_R, index_R = kernels.largest(logits_RD, temperature)
+    top_R, lse_R, index_R = known or kernels.largest(logits_RD, temperature)
     if group is None or group.size() == 1:
         return lse_R, index_R
     index_R, wide_R = _agree(group, top_R, lse_R, index_R + first)

@@ -40,13 +40,13 @@ RowLoss = Callable[[Tensor, Tensor], RowResult]
 
 RowLossInPlace = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """(draft logits [R, D] in the compute dtype, replaced by the gradient of weight * loss; teacher rows [R]; weight [R]
-fp32, may be replaced; where the head is in fp8, an output for the gradient in fp8) -> loss, overlap, argmax of the
-rows."""
+fp32, may be replaced; where the head is in fp8, an output for the gradient in fp8; `known`, if the product found it:
+what the operator `largest` returns) -> loss, overlap, argmax of the rows."""
 
 
-Weigh = Callable[[Tensor, Tensor, slice], Tensor]
+Weigh = Callable[..., Tensor]
 """(draft logits [R, D] of a chunk in the compute dtype; teacher rows [R]; the chunk's place among all rows, in their
-order) -> factors [R] of the rows' weights."""
+order; `known` as above) -> factors [R] of the rows' weights."""
 
 
 Scale = Callable[[Tensor, Tensor], Tensor]
@@ -81,6 +81,7 @@ class _FusedHead(torch.autograd.Function):
         fp8: Any,
         order_N: Tensor | None,
         weigh: Weigh | None,
+        epilogue: tuple[Any, float] | None,
         steps: list[StepRows],
         weight_DH: Tensor,
         *hidden_RH: Tensor,
@@ -92,24 +93,28 @@ class _FusedHead(torch.autograd.Function):
         x_NH, teacher, weight, target = (
             x if order_N is None else x.index_select(0, order_N) for x in (_joined(list(hidden_RH)), *_facts(steps))
         )
-        gradient = weight_gradient(x_NH, weight_DH, fp8) if train and ctx.needs_input_grad[8] else None
+        gradient = weight_gradient(x_NH, weight_DH, fp8) if train and ctx.needs_input_grad[9] else None
         grad_NH = torch.empty_like(x_NH) if train else None
         weight = weight.to(wide)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         if chunks is None:
             chunks = row_chunks(len(x_NH), chunk_rows(weight_DH, in_place is not None))
         for part in chunks:
-            logits = products.forward(x_NH[part])
+            if epilogue is None:
+                logits, known = products.forward(x_NH[part]), {}
+            else:
+                logits, largest = products.forward_largest(x_NH[part], *epilogue)
+                known = {"known": largest}
             grad: Tensor | Fp8Matrix = logits
             if weigh is not None:
-                weight[part] *= weigh(logits, teacher[part], part)
+                weight[part] *= weigh(logits, teacher[part], part, **known)
             if in_place is not None:
                 given = (logits, teacher[part], weight[part])
                 if train and fp8 is not None:
                     grad = Fp8Matrix.empty(len(logits), len(weight_DH), logits.device)
                     found.append(in_place(*given, grad))
                 else:
-                    found.append(in_place(*given))
+                    found.append(in_place(*given, **known))
             else:
                 result = row_loss(logits.to(wide), teacher[part])
                 found.append((result.loss_R, result.overlap_R, result.argmax_R))
@@ -140,7 +145,7 @@ class _FusedHead(torch.autograd.Function):
             scaled = ctx.scale_(grad_NH, grad_total)
         else:
             scaled = grad_NH * grad_total.to(grad_NH.dtype)
-        return None, None, None, None, None, None, None, None, d_weight, *scaled.split(ctx.counts)
+        return *([None] * 9), d_weight, *scaled.split(ctx.counts)
 
 
 def chunk_rows(weight_DH: Tensor, in_place: bool = False, columns: int | None = None) -> int:
@@ -229,6 +234,7 @@ def fused_head(
     fp8: Any = None,
     order_N: Tensor | None = None,
     weigh: Weigh | None = None,
+    epilogue: tuple[Any, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """LM head, loss and metrics of the supervised rows of all draft steps.
 
@@ -243,12 +249,14 @@ def fused_head(
         weigh: called for every chunk before its loss; multiplies the weights.
         fp8: operators (`ops.backend.load`), to compute logits and both gradients in fp8 (`ops/weight_products.py`);
             needs `in_place`.
+        epilogue: (operators, temperature of the loss), to find each row's largest logit and log-sum-exp in the product;
+            needs `in_place`.
 
     Returns:
         (total, stats [T, 3]): the weighted loss sum with gradient, and per step the loss sum over rows of weight > 0,
         the number of correct rows and the overlap sum; fp32, equal on every TP rank.
     """
-    assert fp8 is None or in_place is not None
-    given = (row_loss, in_place, scale_, chunks, fp8, order_N, weigh, steps, weight_DH)
+    assert in_place is not None or fp8 is epilogue is None
+    given = (row_loss, in_place, scale_, chunks, fp8, order_N, weigh, epilogue, steps, weight_DH)
     out: tuple[Tensor, Tensor] = _FusedHead.apply(*given, *hidden_RH)  # type: ignore[no-untyped-call]
     return out

@@ -52,6 +52,13 @@ class WeightProducts:
         found: Tensor = self.fp8.product(rounded, self._by_output, self.weight.dtype, out=out)
         return found
 
+    def forward_largest(
+        self, x_RH: Tensor, operators: Any, temperature: float
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """(x W^T [R, O], what the operator `largest` finds in it), in one product, in the weight's dtype."""
+        out = x_RH.new_empty(len(x_RH), len(self.weight))
+        return out, operators.largest_product(x_RH, self.weight, temperature, out)
+
     def backward(self, d_RO: Tensor | Fp8Matrix, out: Tensor | None = None) -> Tensor:
         """d W [R, H], the gradient of the input; d may be rounded already."""
         if self.fp8 is None:

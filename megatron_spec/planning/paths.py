@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 from megatron_spec.config import ObjectiveConfig, UserError
 from megatron_spec.config.machine import Kernels
 from megatron_spec.planning import base_paths, draft_paths, te_paths
-from megatron_spec.planning.setting import Reasons, Setting, draft_engine, half_kernels, wide_kernels
+from megatron_spec.planning.setting import (
+    Reasons,
+    Setting,
+    draft_engine,
+    half_kernels,
+    product_epilogues,
+    wide_kernels,
+)
 
 __all__ = ["NO_PATHS", "OF_DECODING", "PATHS", "Path", "Paths", "Setting", "table"]
 
@@ -131,6 +138,12 @@ _PATHS = (
         "grouped_experts", "base: two products for all experts of a layer instead of two for each; routing, "
         "permutation, activation and weighted sum in six kernels",
         "ops/moe.py, `mixed`", "tests/unit_tests/base/test_grouped_experts.py", base_paths.grouped_experts,
+    ),
+    Path(
+        "product_epilogues",
+        "base and draft, in training: the gate inside the product of gate and up, residual sums inside those of the "
+        "base's attention output and MLP, and each row's largest logit and log-sum-exp inside those of the LM heads",
+        "a product and another pass over memory", "tests/gpu/test_many_rows.py", product_epilogues,
     ),
     Path(
         "base_fp8", "base: its linears in real fp8 (E4M3) in training", "base_direct in bf16",

@@ -83,6 +83,16 @@ def fp8_products(s: Setting) -> Reasons:
     }
 
 
+def product_epilogues(s: Setting) -> Reasons:
+    """Of products of many rows that compute what follows them."""
+    real = s.machine.kernels == "triton"
+    return {
+        **half_kernels(s),
+        "the GPU is not of compute capability 9.0 (Hopper)": real and s.machine.capability != (9, 0),
+        "this Triton has no tensor descriptors (3.4 has)": real and not s.machine.tensor_descriptors,
+    }
+
+
 def draft_engine(s: Setting) -> Reasons:
     """Of paths that need the draft's own modules."""
     return {"--draft-transformer-impl transformer_engine builds the draft": s.draft_transformer_engine}

@@ -124,7 +124,8 @@ def machine() -> Machine:
     if not has_cuda():
         return Machine(grouped_products=grouped)
     triton = importlib.util.find_spec("triton") is not None
-    return Machine(True, torch.cuda.get_device_capability(), "triton" if triton else "none", grouped)
+    tiles = triton and importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+    return Machine(True, torch.cuda.get_device_capability(), "triton" if triton else "none", grouped, tiles)
 
 
 def backend() -> str:

@@ -18,6 +18,7 @@ from megatron_spec.ops.plain.loss import (
     soft_rows,
     soft_shard,
 )
+from megatron_spec.ops.plain.many_rows import gated_product, largest_product
 from megatron_spec.ops.plain.rotary import rotary_backward, rotary_forward
 from megatron_spec.ops.plain.rows import (
     gated_backward,
@@ -33,7 +34,7 @@ from megatron_spec.ops.plain.teacher import teacher_rows
 
 __all__ = [
     "adamw", "choose_experts", "chunk_masses", "decode_attention", "few_rows_product", "find_in_chunk", "gate_rows",
-    "gated_backward", "gated_forward", "largest", "merge_backward", "merge_forward", "mix_rows", "mixed_gradient",
+    "gated_backward", "gated_forward", "gated_product", "largest", "largest_product", "merge_backward", "merge_forward", "mix_rows", "mixed_gradient",
     "mixed_rows", "mixed_sums", "norm_backward", "norm_forward", "norm_partials", "product", "quantize",
     "quantize_columns", "quantized_gate", "quantized_norm", "rotary_backward", "rotary_forward", "scale_",
     "shifted_sum", "soft_rows", "soft_shard", "sort_rows", "teacher_rows", "transpose",
