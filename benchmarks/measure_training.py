@@ -182,6 +182,7 @@ class Stopwatch:
         return out
 
 
+OF_PRODUCTS = {"forward": "head_forward", "forward_largest": "head_forward", "backward": "head_input_gradient"}
 HEAD = ("head_forward", "loss", "head_input_gradient", "head_weight_gradient")
 """Parts of `head`: logits, loss with their gradient, gradients of its input and of its weight."""
 
@@ -196,7 +197,7 @@ def shares(
         clock.watch(ahead, "_fill" if ahead.online else "_next", "base"), clock.watch(eagle3, "teach", "teacher"),
         clock.watch(eagle3, "head_losses", "head"), clock.watch(dflash, "teach", "teacher"),
         clock.watch(dflash, "block_losses", "head"), clock.watch(trainer, "_update", "optimizer"),
-        clock.watch_methods(head, "WeightProducts", {"forward": "head_forward", "forward_largest": "head_forward", "backward": "head_input_gradient"}),
+        clock.watch_methods(head, "WeightProducts", OF_PRODUCTS),
         clock.watch_methods(head, "weight_gradient", dict.fromkeys(("add", "result"), "head_weight_gradient")),
         clock.watch_results(unroll, "kernel_row_loss", "loss"),
         clock.watch_results(block_losses, "kernel_row_loss", "loss"),

@@ -12,4 +12,4 @@ if [ ! -d "$folder" ]; then
   mv "$folder.part" "$folder"
 fi
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$folder TRITON_INTERPRET=1 exec .venv/bin/python -m pytest -q -m gpu -n 2 \
-  tests/gpu/test_kernels.py tests/gpu/test_decode_kernels.py tests/gpu/test_block_kernels.py tests/gpu/test_loss_kernels.py tests/gpu/test_fake_quant.py tests/gpu/test_fp8_kernels.py tests/gpu/test_expert_kernels.py "$@"
+  tests/gpu/test_kernels.py tests/gpu/test_decode_kernels.py tests/gpu/test_block_kernels.py tests/gpu/test_loss_kernels.py tests/gpu/test_fake_quant.py tests/gpu/test_fp8_kernels.py tests/gpu/test_expert_kernels.py tests/gpu/test_many_rows.py "$@"

@@ -27,6 +27,7 @@ from megatron_spec.ops.rope import rotary_angles
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths
 
+
 def _experts(layer: Any) -> torch.nn.Module:
     """The layer's mixture of experts; an empty module for a dense layer."""
     return layer.mlp if isinstance(layer.mlp, MixtureOfExperts) else torch.nn.Module()

@@ -239,7 +239,7 @@ class TeacherHead:
         if head is None:
             return F.linear(state_UH, weight_VH), None
         found: Tensor = self.kernels.product(self.kernels.quantize(state_UH), head, state_UH.dtype)
-        return found[:, : len(weight_VH)]
+        return found[:, : len(weight_VH)], None
 
     def _nothing(self, wide: torch.dtype) -> Teacher:
         weight = self.ends.head_weight

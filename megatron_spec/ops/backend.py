@@ -10,7 +10,8 @@ from typing import Any
 from megatron_spec.config.machine import Kernels
 
 KERNELS = (
-    "adam", "branch", "decode", "experts", "few_rows", "fp8", "loss", "many_rows", "rotary", "rows", "sample", "teacher",
+    "adam", "branch", "decode", "experts", "few_rows", "fp8", "loss", "many_rows", "rotary", "rows", "sample",
+    "teacher",
 )  # fmt: skip
 """Files of `ops.kernels` that have operators."""
 

@@ -58,7 +58,11 @@ def _teacher_kernel(
 
 
 def teacher_rows(
-    whole_RV: Tensor, target_ids_D: Tensor, draft_ids_V: Tensor, temperature: float, logits_RD: Tensor,
+    whole_RV: Tensor,
+    target_ids_D: Tensor,
+    draft_ids_V: Tensor,
+    temperature: float,
+    logits_RD: Tensor,
     argmax_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The teacher of R rows from full-vocabulary logits; the restricted logits are written to `logits_RD`.

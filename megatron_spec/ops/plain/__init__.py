@@ -34,10 +34,11 @@ from megatron_spec.ops.plain.teacher import teacher_rows
 
 __all__ = [
     "adamw", "choose_experts", "chunk_masses", "decode_attention", "few_rows_product", "find_in_chunk", "gate_rows",
-    "gated_backward", "gated_forward", "gated_product", "largest", "largest_product", "merge_backward", "merge_forward", "mix_rows", "mixed_gradient",
-    "mixed_rows", "mixed_sums", "norm_backward", "norm_forward", "norm_partials", "product", "quantize",
-    "quantize_columns", "quantized_gate", "quantized_norm", "rotary_backward", "rotary_forward", "scale_",
-    "shifted_sum", "soft_rows", "soft_shard", "sort_rows", "teacher_rows", "transpose",
+    "gated_backward", "gated_forward", "gated_product", "largest", "largest_product", "merge_backward",
+    "merge_forward", "mix_rows", "mixed_gradient", "mixed_rows", "mixed_sums", "norm_backward", "norm_forward",
+    "norm_partials", "product", "quantize", "quantize_columns", "quantized_gate", "quantized_norm",
+    "rotary_backward", "rotary_forward", "scale_", "shifted_sum", "soft_rows", "soft_shard", "sort_rows",
+    "teacher_rows", "transpose",
 ]  # fmt: skip
 OPERATORS = frozenset(__all__)
 """Operators that `ops.backend` loads from here or from `ops.kernels`."""

@@ -10,7 +10,11 @@ from torch import Tensor
 
 
 def teacher_rows(
-    whole_RV: Tensor, target_ids_D: Tensor, draft_ids_V: Tensor, temperature: float, logits_RD: Tensor,
+    whole_RV: Tensor,
+    target_ids_D: Tensor,
+    draft_ids_V: Tensor,
+    temperature: float,
+    logits_RD: Tensor,
     argmax_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`kernels.teacher.teacher_rows`."""
