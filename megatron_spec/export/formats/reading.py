@@ -89,6 +89,7 @@ class Reading:
         unused: tensors without effect on the draft -> reason.
         d2t: name of the vocabulary map in the folder, or None.
         captures_given: the folder names its capture layers.
+        copies: tensors that must be the target's, which engines use -> 'embed_tokens' or 'lm_head'.
     """
 
     source: Source
@@ -97,6 +98,7 @@ class Reading:
     unused: dict[str, str] = field(default_factory=dict)
     d2t: str | None = None
     captures_given: bool = False
+    copies: dict[str, str] = field(default_factory=dict)
 
     @property
     def target_ids(self) -> list[int] | None:
@@ -115,6 +117,11 @@ class Reading:
             if entry is not None and entry.dtype in _CODES:
                 found[name.removesuffix(".weight")] = stored.removesuffix(".weight")
         return found
+
+    def copy_of(self, name: str, stored: str) -> None:
+        """Mark a tensor as a copy of the target's 'embed_tokens' or 'lm_head'."""
+        self.copies[stored] = name
+        self.unused[stored] = f"engines use the target's {name}"
 
     def without_embedding(self, why: str) -> None:
         """Mark the embedding in the folder as the target's: the draft has none of its own."""
