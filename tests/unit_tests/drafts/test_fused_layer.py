@@ -100,7 +100,8 @@ def test_what_takes_the_plain_layers(alone: Any, taken: list[int]) -> None:
     hook.remove()
     for part, name in ((draft.layers[1].mlp, "forward"), (draft, "run_layers")):
         kind = type(part)
-        part.__class__ = type("Other", (kind,), {name: lambda *a, f=getattr(kind, name): seen.append(2) or f(*a)})
+        inner = getattr(kind, name)
+        part.__class__ = type("Other", (kind,), {name: lambda *a, inner=inner: seen.append(2) or inner(*a)})
         draft(features(), ends, goal)
         part.__class__ = kind
     assert seen == [1, 2, 2]

@@ -211,7 +211,7 @@ def test_a_head_that_training_would_not_use_is_refused() -> None:
 def test_modules_of_the_head_that_training_would_not_call_are_refused() -> None:
     draft, ends = quantised(None)
     handle = draft.lm_head.register_forward_hook(lambda *_: None)
-    with pytest.raises(UserError, match="found hooks on lm_head, expected .* override the draft's forward"):
+    with pytest.raises(UserError, match=r"found hooks on lm_head, expected .* override the draft's forward"):
         results(draft, ends)
     handle.remove()
     results(draft, ends)
