@@ -115,7 +115,7 @@ def test_an_output_with_other_lines_is_refused(prompts, tmp_path, broken):
     output = tmp_path / "out.jsonl"
     output.write_text(json.dumps({"conversation_id": "c0"}) + f"\n{broken}\n")
     with pytest.raises(UserError, match=r"out.jsonl line 2 is not a conversation record: use another output file"):
-        ask(prompts, output, None, urls=("http://nowhere",))
+        ask(prompts, output, None, urls=("http://nowhere",), model="m")
 
 
 def test_other_questions_under_known_identifiers_are_refused(prompts, tmp_path):
