@@ -324,23 +324,20 @@ def check_answers(conversation: Conversation) -> None:
             )
 
 
-def parse_line(raw: bytes, where: str, require_assistant: bool = True) -> Conversation:
+def parse_line(raw: bytes, where: str) -> Conversation:
     """The conversation of one line. Raises UserError with `where`, also when there is no assistant turn."""
     conversation = parse_conversation(load_line(raw, where), where)
-    if not require_assistant:
-        return conversation
     if not any(m["role"] == "assistant" for m in conversation.messages):
         raise UserError(f"{where}: no assistant turn, so nothing to learn from: answer the prompts first")
     check_answers(conversation)
     return conversation
 
 
-def read_conversations(path: Path | str, require_assistant: bool = True) -> Iterator[Conversation]:
+def read_conversations(path: Path | str) -> Iterator[Conversation]:
     """Every conversation of a JSON lines file, in order.
 
     Raises UserError with file and line number: missing file, malformed JSON, empty line inside, missing keys, unknown
-    role, empty content and (unless `require_assistant` is False: prompt files) no assistant turn; also for an empty
-    file.
+    role, empty content, no assistant turn; also for an empty file.
     """
     for number, line in numbered_lines(path):
-        yield parse_line(line, f"{path} line {number}", require_assistant)
+        yield parse_line(line, f"{path} line {number}")

@@ -14,8 +14,7 @@ from megatron_spec.export.formats.reading import (
     Problem,
     Reading,
     Source,
-    check_all,
-    check_fits,
+    checked,
     meaningless,
 )
 
@@ -64,14 +63,9 @@ class Block:
         plain = {name.removeprefix("model."): name for name in source.entries}
         names: dict[str, str | None] = {n: plain[n] for n in draft_tensors(config) if n in plain}
         unused = meaningless(source.entries)
-        for name in ("embed_tokens.weight",):
-            if name in plain:
-                unused[plain[name]] = "engines use the target's embedding"
-        reading = Reading(source, config, names, unused, captures_given=True)
-        problems = check_all(reading, _REASONS) or (check_fits(reading, base) if base is not None else [])
-        if problems:
-            raise DraftProblems(source.folder, problems)
-        return reading
+        if "embed_tokens.weight" in plain:
+            unused[plain["embed_tokens.weight"]] = "engines use the target's embedding"
+        return checked(Reading(source, config, names, unused), base, _REASONS)
 
 
 def _unknown(source: Source) -> list[Problem]:

@@ -150,11 +150,11 @@ def test_unreadable_files_are_refused(tmp_path):
         list(read_conversations(path))
 
 
-def test_byte_order_mark_trailing_lines_and_prompt_files(tmp_path):
+def test_byte_order_mark_and_trailing_lines(tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + line(USER).encode() + b"\n\n\n")
-    (only,) = read_conversations(path, require_assistant=False)
-    assert only.messages == [USER] and only.where.endswith("line 1")
+    path.write_bytes(b"\xef\xbb\xbf" + line(USER, ANSWER).encode() + b"\n\n\n")
+    (only,) = read_conversations(path)
+    assert only.messages == [USER, ANSWER] and only.where.endswith("line 1")
 
 
 def test_unusable_tokenizers_and_templates_are_refused():
