@@ -16,8 +16,7 @@ from megatron_spec.export.formats.reading import (
     Problem,
     Reading,
     Source,
-    check_all,
-    check_fits,
+    checked,
     meaningless,
 )
 
@@ -72,14 +71,11 @@ class Block:
         names: dict[str, str | None] = {n: plain[n] for n in draft_tensors(config) if n in plain}
         unused = meaningless(source.entries)
         unused |= {plain[n]: "only trains on the target's" for n in _OF_TRAINING if n in plain}
-        reading = Reading(source, config, names, unused, captures_given=True)
+        reading = Reading(source, config, names, unused)
         for name in ("embed_tokens", "lm_head"):
             if f"{name}.weight" in plain:
                 reading.copy_of(name, plain[f"{name}.weight"])
-        problems = check_all(reading, _REASONS) or (check_fits(reading, base) if base is not None else [])
-        if problems:
-            raise DraftProblems(source.folder, problems)
-        return reading
+        return checked(reading, base, _REASONS)
 
 
 def _unknown(source: Source) -> list[Problem]:
