@@ -135,7 +135,9 @@ def _rules(kind: str, folder: Folder, unreadable: bool) -> Iterator[Finding]:
 
 def _other_copies(reading: Reading | None, target: dict[str, str]) -> Iterator[Finding]:
     """An embedding or LM head of the draft that engines replace by the target's."""
-    for stored, name in reading.copies.items() if reading is not None else ():
+    if reading is None:
+        return
+    for stored, name in reading.copies.items():
         theirs = target.get(name, target.get("embed_tokens"))  # the LM head may be tied
         if is_target(reading.source.entries[stored], theirs) is False:
             yield Finding(
