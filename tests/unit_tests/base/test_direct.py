@@ -100,11 +100,12 @@ def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
         assert not torch.allclose(decoded(base)[-1], layers[-1], atol=1e-3), name
         p.data = before
     paths = Paths(Setting(Machine(kernels="plain"), parallel=parallel, base=config))
-    for wanted, rows in ((paths, 16), (paths, 2), (paths.without("decode_kernels"), 16)):
+    fewer = [paths.without(name) for name in ("decode_kernels", "product_epilogues")]
+    for wanted, rows in ((paths, 16), (paths, 2), (fewer[0], 16), (fewer[1], 16)):
         monkeypatch.setattr(decode_layers, "FEW_ROWS", rows)
         base.direct = DirectForward(config, direct.layers, direct.final_norm, direct.tp, wanted)
         assert base.direct.can_run(Visibility.causal()) and not direct.can_run(Visibility.causal())
-        assert (base.direct.decode is None) == (wanted is not paths)
+        assert (base.direct.decode is None) == (wanted is fewer[0])
         for a, b in zip(decoded(base) + batch_of(base), layers + trained, strict=True):
             torch.testing.assert_close(a, b, rtol=5e-5, atol=5e-5)
     monkeypatch.undo()
@@ -113,6 +114,19 @@ def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
 @pytest.mark.parametrize("name", BASES)
 def test_equals_the_layers(name: str) -> None:
     compare(BASES[name])
+
+
+def test_the_input_stays_as_it_is() -> None:
+    """Residual sums inside products are computed in place, but not in the caller's tensor."""
+    base = make_base(BASES["Qwen3"], ONE)
+    assert base.direct is not None
+    paths = Paths(Setting(Machine(kernels="plain"), base=base.config))
+    direct = DirectForward(base.config, base.direct.layers, base.direct.final_norm, base.direct.tp, paths)
+    hidden, positions = torch.randn(6, 2, base.config.hidden_size), torch.arange(6).expand(2, 6)
+    before, inv_freq = hidden.clone(), torch.rand(base.config.head_dim // 2)
+    assert direct.operators.adds(direct.layers[0].mlp.linear_fc2, training=True)
+    direct(hidden, positions, inv_freq, ())
+    assert torch.equal(hidden, before)
 
 
 def compare_all_on_two_ranks() -> None:
