@@ -163,9 +163,9 @@ class Stopwatch:
         def make(*args: Any, **kwargs: Any) -> Any:
             made = original(*args, **kwargs)
 
-            def timed(*args: Any) -> Any:
+            def timed(*args: Any, **kwargs: Any) -> Any:
                 with self.region(name):
-                    return made(*args)
+                    return made(*args, **kwargs)
 
             return timed
 
@@ -354,7 +354,7 @@ def main(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         args.fp8_recipe,
     )  # fmt: skip
     shape = "tiny" if args.tiny else args.shape
-    base = random_base(base_shape(shape), world, dtype, layers)
+    base = random_base(base_shape(shape), world, dtype, layers, args.without)
     if args.plain:
         base.direct = None
         for module in base.modules():

@@ -184,7 +184,9 @@ class TeacherHead:
         for state, out in zip(state_UH.split(chunk), logits.split(chunk), strict=True):
             _, own_lse, best = self._product(state, rows, temperature, out)
             if len(others):
-                top, _, column = self._product(state, others, 1.0, state.new_empty(len(state), len(others)))
+                top, _, column = self._product(
+                    state, others, 1.0, state.new_empty(len(state), len(others)), masses=False
+                )
             else:
                 column = torch.full((len(state),), -1, dtype=torch.int64, device=state.device)
                 top = torch.full_like(column, -torch.inf, dtype=torch.float32)
@@ -207,12 +209,14 @@ class TeacherHead:
             self.others = weight_VH[ids - first], torch.cat([ids, ids.new_tensor([-1])])
         return self.others
 
-    def _product(self, state_UH: Tensor, weight_VH: Tensor, temperature: float, out_UV: Tensor) -> Largest:
-        """out = state W^T, and what the operator `largest` finds in it."""
+    def _product(
+        self, state_UH: Tensor, weight_VH: Tensor, temperature: float, out_UV: Tensor, masses: bool = True
+    ) -> Largest:
+        """out = state W^T, and what the operator `largest` finds in it; the log-sum-exp only with `masses`."""
         if self.epilogues:
-            return self.kernels.largest_product(state_UH, weight_VH, temperature, out_UV)  # type: ignore[no-any-return]
-        found: Largest = self.kernels.largest(torch.mm(state_UH, weight_VH.t(), out=out_UV), temperature)
-        return found
+            found: Largest = self.kernels.largest_product(state_UH, weight_VH, temperature, out_UV, masses)
+            return found
+        return self.kernels.largest(torch.mm(state_UH, weight_VH.t(), out=out_UV), temperature)  # type: ignore[no-any-return]
 
     def _chunk(self, rows: int, columns: int) -> int:
         """Rows of a chunk of logits: chunks are equally large, in multiples of 128, a tile of the products."""
@@ -235,7 +239,7 @@ class TeacherHead:
         head = self.ends.head_fp8
         if head is None and self.epilogues:
             out = state_UH.new_empty(len(state_UH), len(weight_VH))
-            return out, self._product(state_UH, weight_VH, 1.0, out)[2]
+            return out, self._product(state_UH, weight_VH, 1.0, out, masses=False)[2]
         if head is None:
             return F.linear(state_UH, weight_VH), None
         found: Tensor = self.kernels.product(self.kernels.quantize(state_UH), head, state_UH.dtype)

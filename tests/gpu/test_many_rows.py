@@ -20,7 +20,8 @@ SHAPES = [(1, 64, 8), (130, 72, 136), (300, 192, 328)] + (
 
 @pytest.fixture(autouse=True)
 def _any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many_rows, "MANY", 1)
+    for name in ("MANY", "MANY_INPUTS"):
+        monkeypatch.setattr(many_rows, name, 1)
     if not INTERPRETED and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the path product_epilogues needs compute capability 9.0")
 
@@ -66,6 +67,9 @@ def test_largest(R: int, H: int, V: int, temperature: float, dtype: torch.dtype)
     assert torch.equal(best, out.float().argmax(1)) and best[R // 2] == V // 3
     torch.testing.assert_close(top.double(), stored.amax(1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), stored.logsumexp(1), atol=1e-5, rtol=1e-5)
+    again = torch.empty_like(out)
+    bare = many_rows.largest_product(x, weight, temperature, again, masses=False)
+    assert torch.equal(again, out) and torch.equal(bare[0], top) and torch.equal(bare[2], best)
 
 
 def test_nan_is_not_an_index() -> None:

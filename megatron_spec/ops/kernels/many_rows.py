@@ -9,6 +9,7 @@ R rows, H inputs, M intermediate, V columns of logits, N tiles of columns.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ from megatron_spec.ops.kernels.rows import gated_forward
 
 MANY = 1024
 """Rows from which on these products are faster than cuBLAS's and another pass."""
+MANY_INPUTS = 2048
+"""Inputs from which on `largest_product` is: a tile's sums take as long whatever its product takes."""
+LOG2_E = math.log2(math.e)
 ROWS, COLUMNS, INPUTS = 128, 256, 64
 """Of a tile: its accumulators fill the registers of eight warps."""
 GROUP = 16
 """Tiles of rows that are computed for one tile of columns after another, so that both stay in the L2 cache."""
-LOW = tl.constexpr(-1.0e30)  # finite, so that columns outside the matrix add exp(-inf) = 0 instead of NaN
+LOW = tl.constexpr(-1.0e30)  # finite, so that columns outside the matrix add 0 instead of NaN
 
 
 @triton.jit
@@ -104,19 +108,21 @@ def gated_product(x_RH: Tensor, weight_XH: Tensor, out_RM: Tensor, gate_up_RX: T
 
 
 @triton.jit
-def _row_sums(z, col, V, inverse_temperature, WIDTH: tl.constexpr):
-    """(largest, sum of exp(z - largest), column of the largest) of the rows of a part of a tile."""
-    cols = col + tl.arange(0, WIDTH)
-    z = tl.where((cols < V)[None, :], z * inverse_temperature, float("-inf"))
-    top = tl.maximum(tl.max(z, axis=1), LOW)
-    where = tl.min(tl.where(z == top[:, None], cols[None, :], 2147483647), axis=1)
-    return top, tl.sum(tl.exp(z - top[:, None]), axis=1), where
+def _row_sums(z, col, V, per_log2, MASSES: tl.constexpr, UNEVEN: tl.constexpr, WIDTH: tl.constexpr):
+    """(largest, sum of exp((z - largest) / temperature) if MASSES) of the rows of a part of a tile."""
+    if UNEVEN:
+        z = tl.where((col + tl.arange(0, WIDTH) < V)[None, :], z, LOW)
+    top = tl.max(z, axis=1)
+    mass = top
+    if MASSES:
+        mass = tl.sum(tl.exp2(z * per_log2 - (top * per_log2)[:, None]), axis=1)
+    return top, mass
 
 
 @triton.jit
 def _largest_kernel(
-    x_at, weight_at, out_at, top_ptr, mass_ptr, where_ptr, R, V, H, inverse_temperature, PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
+    x_at, weight_at, out_at, top_ptr, mass_ptr, R, V, H, per_log2, PROGRAMS: tl.constexpr, MASSES: tl.constexpr,
+    UNEVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = COLUMNS // 2
     N = tl.cdiv(V, COLUMNS)
@@ -129,54 +135,65 @@ def _largest_kernel(
         left, right = left.to(out_at.dtype), right.to(out_at.dtype)  # the sums are those of the logits as stored
         out_at.store([row, col], left)
         out_at.store([row, col + HALF], right)
-        top, mass, where = _row_sums(left.to(tl.float32), col, V, inverse_temperature, HALF)
-        top2, mass2, where2 = _row_sums(right.to(tl.float32), col + HALF, V, inverse_temperature, HALF)
+        top, mass = _row_sums(left.to(tl.float32), col, V, per_log2, MASSES, UNEVEN, HALF)
+        top2, mass2 = _row_sums(right.to(tl.float32), col + HALF, V, per_log2, MASSES, UNEVEN, HALF)
         both = tl.maximum(top, top2)
         rows = row + tl.arange(0, ROWS)
         at, mask = rows.to(tl.int64) * N + col // COLUMNS, rows < R
         tl.store(top_ptr + at, both, mask=mask)
-        tl.store(mass_ptr + at, mass * tl.exp(top - both) + mass2 * tl.exp(top2 - both), mask=mask)
-        tl.store(where_ptr + at, tl.where(top >= top2, where, where2), mask=mask)
+        if MASSES:
+            mass = mass * tl.exp2((top - both) * per_log2) + mass2 * tl.exp2((top2 - both) * per_log2)
+            tl.store(mass_ptr + at, mass, mask=mask)
 
 
 @triton.jit
 def _over_tiles_kernel(
-    tops_ptr, masses_ptr, wheres_ptr, top_ptr, lse_ptr, best_ptr, R, V, N, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    z_ptr, z_stride, tops_ptr, masses_ptr, top_ptr, lse_ptr, best_ptr, R, V, N, inverse_temperature, per_log2,
+    MASSES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, lanes = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    at = rows.to(tl.int64)[:, None] * N + lanes[None, :]
-    mask = (rows < R)[:, None] & (lanes < N)[None, :]
+    """What `largest` returns, from the sums of tiles; the largest logit's index is looked up in its tile."""
+    rows, lanes = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, BLOCK)
+    at, inside = rows[:, None] * N + lanes[None, :], rows < R
+    mask = inside[:, None] & (lanes < N)[None, :]
     tops = tl.load(tops_ptr + at, mask=mask, other=LOW)
     top = tl.max(tops, axis=1)
-    mass = tl.load(masses_ptr + at, mask=mask, other=0.0) * tl.exp(tops - top[:, None])
-    wheres = tl.load(wheres_ptr + at, mask=mask, other=2147483647)
-    best = tl.min(tl.where(tops == top[:, None], wheres, 2147483647), axis=1)
-    tl.store(top_ptr + rows, top, mask=rows < R)
-    total = tl.where(rows < R, tl.sum(mass, axis=1), 1.0)
-    tl.store(lse_ptr + rows, top + tl.log(total), mask=rows < R)
-    tl.store(best_ptr + rows, tl.minimum(best, V - 1).to(tl.int64), mask=rows < R)  # a row of NaN has none
+    tl.store(top_ptr + rows, top * inverse_temperature, mask=inside)
+    if MASSES:
+        masses = tl.load(masses_ptr + at, mask=mask, other=0.0) * tl.exp2((tops - top[:, None]) * per_log2)
+        mass = tl.where(inside, tl.sum(masses, axis=1), 1.0)
+        tl.store(lse_ptr + rows, top * inverse_temperature + tl.log(mass), mask=inside)
+    tile = tl.min(tl.where(tops == top[:, None], lanes[None, :], N - 1), axis=1)  # of a row of NaN: the last one
+    cols = tile[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    z = tl.load(z_ptr + rows[:, None] * z_stride + cols, mask=inside[:, None] & (cols < V), other=LOW).to(tl.float32)
+    best = tl.min(tl.where(z == top[:, None], cols, V - 1), axis=1)
+    tl.store(best_ptr + rows, best.to(tl.int64), mask=inside)
 
 
 def largest_product(
-    x_RH: Tensor, weight_VH: Tensor, temperature: float, out_RV: Tensor
+    x_RH: Tensor, weight_VH: Tensor, temperature: float, out_RV: Tensor, masses: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out = x W^T; returns (largest value, log-sum-exp, index of the largest value) of out / temperature, each [R]."""
-    if not _suits(x_RH, weight_VH, out_RV):
+    """out = x W^T; returns (largest value, log-sum-exp, index of the largest value) of out / temperature, each [R].
+
+    Args:
+        masses: without, the log-sum-exp is not computed, and what is returned for it is not defined.
+    """
+    (R, H), V, device = x_RH.shape, len(weight_VH), x_RH.device
+    if H < MANY_INPUTS or not _suits(x_RH, weight_VH, out_RV):
         return largest(torch.mm(x_RH, weight_VH.t(), out=out_RV), temperature)
-    (R, H), V = x_RH.shape, len(weight_VH)
-    N, device = triton.cdiv(V, COLUMNS), x_RH.device
+    N, inverse = triton.cdiv(V, COLUMNS), 1.0 / temperature
     top, lse = torch.empty(2, R, dtype=torch.float32, device=device)
     best = torch.empty(R, dtype=torch.int64, device=device)
-    tops, masses = torch.empty(2, R, N, dtype=torch.float32, device=device)
-    wheres = torch.empty(R, N, dtype=torch.int32, device=device)
+    sums = torch.empty(1 + masses, R, N, dtype=torch.float32, device=device)
     programs = _programs(device)
     _largest_kernel[(programs,)](
-        _in_tiles(x_RH, [ROWS, INPUTS]),
-        _in_tiles(weight_VH, [COLUMNS, INPUTS]),
-        _in_tiles(out_RV, [ROWS, COLUMNS // 2]),
-        tops, masses, wheres, R, V, H, 1.0 / temperature, programs, **_TILES, num_warps=8, num_stages=3,
+        _in_tiles(x_RH, [ROWS, INPUTS]), _in_tiles(weight_VH, [COLUMNS, INPUTS]),
+        _in_tiles(out_RV, [ROWS, COLUMNS // 2]), sums[0], sums[-1], R, V, H, inverse * LOG2_E, programs, masses,
+        V % COLUMNS > 0, **_TILES, num_warps=8, num_stages=3,
     )  # fmt: skip
     block = triton.next_power_of_2(N)
     rows = max(1, 2048 // block)
-    _over_tiles_kernel[(triton.cdiv(R, rows),)](tops, masses, wheres, top, lse, best, R, V, N, rows, block, num_warps=4)
+    _over_tiles_kernel[(triton.cdiv(R, rows),)](
+        out_RV, out_RV.stride(0), sums[0], sums[-1], top, lse, best, R, V, N, inverse, inverse * LOG2_E, masses,
+        COLUMNS, rows, block, num_warps=4,
+    )  # fmt: skip
     return top, lse, best

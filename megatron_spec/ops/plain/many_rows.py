@@ -18,7 +18,7 @@ def gated_product(x_RH: Tensor, weight_XH: Tensor, out_RM: Tensor, gate_up_RX: T
 
 
 def largest_product(
-    x_RH: Tensor, weight_VH: Tensor, temperature: float, out_RV: Tensor
+    x_RH: Tensor, weight_VH: Tensor, temperature: float, out_RV: Tensor, masses: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.many_rows.largest_product`."""
     return largest(torch.mm(x_RH, weight_VH.t(), out=out_RV), temperature)
