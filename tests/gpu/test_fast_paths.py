@@ -40,6 +40,17 @@ CONFIG = BaseConfig.from_dict(
         num_key_value_heads=2, head_dim=64, vocab_size=2000, max_position_embeddings=4096,
     )
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _products_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at these sizes."""
+    from megatron_spec.ops.kernels import many_rows
+
+    for name in ("MANY", "MANY_INPUTS"):
+        monkeypatch.setattr(many_rows, name, 1)
+
+
 BASES = {
     "Llama": CONFIG,
     "Qwen2": CONFIG.replace(family="qwen2", qkv_bias=True, num_attention_heads=14),
