@@ -101,7 +101,9 @@ def _value(value: Any, where: str) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise UserError(f"{where}: malformed JSON ({error})") from None
+        raise UserError(
+            f"{where}: malformed JSON ({error}); expected an object per line, or an array of them"
+        ) from None
 
 
 class _Work:
