@@ -1,4 +1,4 @@
-"""What a process computes on."""
+"""The device that a process computes on."""
 
 from __future__ import annotations
 
