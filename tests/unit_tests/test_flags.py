@@ -292,8 +292,8 @@ def test_settings_without_effect_are_refused() -> None:
         (lambda: runs.ConvertRun("b", "s", draft="d", seed=1), "--seed does nothing with --draft"),
         (lambda: runs.ConvertRun("b", "s", eagle_algorithm="eagle-mtp", mtp_from_base=True, seed=1), "--mtp-from-base"),
         (lambda: runs.GenerateRun(None, "o", base="b", synthesize=2, num_prompts=2), "--num-prompts is for --data"),
-        (lambda: runs.GenerateRun("d", "o", base="b", decode=DecodeConfig(seed=3)), "--seed has no effect at temperature 0"),
-        (lambda: runs.ValidateRun("d", base="b", decode=DecodeConfig(seed=3)), "--seed has no effect at temperature 0"),
+        (lambda: runs.GenerateRun("d", "o", base="b", decode=DecodeConfig(seed=3)), "--seed has no effect at temp"),
+        (lambda: runs.ValidateRun("d", base="b", decode=DecodeConfig(seed=3)), "--seed has no effect at temp"),
         (lambda: presets.objective_for(
             presets.eagle_config(BASE, "p-eagle", {"sliding_window": 6, "mask_token_id": 3}),
             ObjectiveConfig(ttt_steps=7),
