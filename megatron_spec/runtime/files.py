@@ -309,8 +309,9 @@ def require_small(path: Path, kind: str) -> None:
 
 def read_json(path: Path | str) -> Any:
     """Parse a JSON file. Raises UserError naming the file if it is missing, malformed or not text."""
+    text = read_text(path, "JSON")
     try:
-        return json.loads(read_text(path, "JSON"))
+        return json.loads(text)
     except ValueError as e:  # malformed, or a number of more digits than Python reads
         raise UserError(f"{path} is not valid JSON ({e}): it may be truncated; copy it again") from None
     except RecursionError:
@@ -329,6 +330,16 @@ _NAMES = {
 def read_object(path: Path | str, types: Types | None = None, required: Collection[str] = ()) -> dict[str, Any]:
     """The object in a JSON file, checked by `check_object`."""
     return check_object(read_json(path), str(path), types, required)
+
+
+def model_json(folder: Path | str) -> dict[str, Any]:
+    """config.json of a model's folder. Raises UserError if there is none."""
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        found = "found no config.json" if path.is_dir() else "is a file" if path.exists() else "no such folder"
+        gguf = " (GGUF is not read)" if path.suffix == ".gguf" or any(path.glob("*.gguf")) else ""
+        raise UserError(f"{folder}: {found}; expected a folder in Hugging Face format{gguf}")
+    return read_object(path / "config.json")
 
 
 def check_object(value: Any, where: str, types: Types | None = None, required: Collection[str] = ()) -> dict[str, Any]:
