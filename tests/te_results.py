@@ -17,7 +17,6 @@ LOCAL, BASE, DRAFT = "local", "transformer_engine base", "transformer_engine dra
 Ran = dict[str, dict[str, dict[str, list[str]]]]
 """{implementation: {script: {family: layouts}}}."""
 
-GPU_FILE = Path(__file__).with_name("te_gpu_results.json")
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 

@@ -66,3 +66,12 @@ def run_world(size: int, fn: Callable[..., Any], *args: Any, fresh: bool = False
         if errors:
             raise RuntimeError("a rank failed:\n" + "\n".join(errors))
         return [pickle.loads(Path(folder, f"{r}.pkl").read_bytes()) for r in range(size)]
+
+
+def gather_tp(x: Any, world: Any, dim: int = -1) -> Any:
+    """The shards of all tensor parallel ranks, concatenated."""
+    import torch
+
+    shards = [torch.empty_like(x) for _ in range(world.tp_size)]
+    torch.distributed.all_gather(shards, x.contiguous(), group=world.tp)
+    return torch.cat(shards, dim=dim)

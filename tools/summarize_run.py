@@ -22,13 +22,13 @@ FOLDERS = {"bf16": "finetuned", "fp8": "qat"}
 """Where the metrics of each training are."""
 
 
-def final_metrics(run: Path, share: float = 0.1) -> dict[str, list[float]]:
+def final_metrics(run: Path) -> dict[str, list[float]]:
     """Loss and accuracy per draft step, averaged over the last tenth of a run (one step has few conversations)."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{path} is missing: the chain did not finish")
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    tail = lines[-max(5, int(share * len(lines))) :]
+    tail = lines[-max(5, len(lines) // 10) :]
     rows = sum(m["supervised_rows"] for m in tail) or 1
     return {
         name: [sum(m[name][k] * m["supervised_rows"] for m in tail) / rows for k in range(len(tail[-1][name]))]

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_spec.config import UserError
-from megatron_spec.data.conversations import Conversation
+from megatron_spec.data.conversations import Conversation, is_trained
+from megatron_spec.data.masking import masked
 from megatron_spec.data.offsets import TokenOffsets, TokenPlaces, byte_lengths
 from megatron_spec.data.recorded import check_tokenizer, in_turns, indices_of, placed
 from megatron_spec.data.template import PLACEHOLDER, ChatTemplate
@@ -39,7 +40,8 @@ class Sample:
 
     Attributes:
         tokens: int64 [N].
-        turns: int32 [N], 0 where not supervised, n on the tokens of the n-th assistant turn (its end token included).
+        turns: int32 [N], 0 where not supervised, n on the tokens of the n-th assistant turn (its end token included)
+            unless that answer is not trained on.
         where: 'FILE line N', for messages.
         shortened: number of answers whose beginning the chat template left out.
         prompted_differently: number of answers that do not begin like the template's generation prompt (<think>, ...).
@@ -135,7 +137,7 @@ class ChatEncoder:
             ]
         samples = iter(found)
         return [
-            [_with_rejected(c, next(samples), self)] if c.answer_ids is None else self._from_ids(c)
+            [masked(c, _with_rejected(c, next(samples), self))] if c.answer_ids is None else self._from_ids(c)
             for c in conversations
         ]
 
@@ -153,10 +155,14 @@ class ChatEncoder:
             if not parts or prompt[: len(parts[-1][0])] != parts[-1][0]:
                 parts.append(([], [], []))
             tokens, turns, places = parts[-1]
-            turns += [0] * (len(prompt) - len(tokens)) + [max(turns, default=0) + 1] * len(ids)
+            turn = max(turns, default=0) + 1 if is_trained(conversation.messages[i]) else 0
+            turns += [0] * (len(prompt) - len(tokens)) + [turn] * len(ids)
             places += placed(conversation, rejected, range(len(prompt), len(prompt) + len(ids)))
             tokens[:] = prompt + ids
-        return [_part(conversation, *part) for part in parts]
+        found = [_part(conversation, *part) for part in parts if any(part[1])]
+        if not found:
+            raise UserError(f"{conversation.where}: answer_ids has no answer that is trained on: remove the line")
+        return found
 
     def prompts(self, conversations: Sequence[Conversation]) -> list[tuple[str, list[int]]]:
         """Text and token ids of each conversation to be answered, including the assistant's header.

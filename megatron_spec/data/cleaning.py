@@ -13,7 +13,8 @@ from megatron_spec.data.conversations import (
     ROLES,
     BadConversation,
     Conversation,
-    check_answers,
+    check_weights,
+    is_trained,
     parse_conversation,
 )
 
@@ -79,7 +80,7 @@ def clean(record: Any, options: CleanOptions) -> Cleaned:
     try:
         conversation = parse_conversation(_conversation(record, result.repairs), "")
         if not options.make_prompts:
-            check_answers(conversation)
+            check_weights(conversation.messages, "")
     except BadConversation as error:
         result.reason = error.reason
         return result
@@ -206,6 +207,8 @@ def _problem(messages: Messages, options: CleanOptions) -> str:
         if role not in allowed and (answers or role != "user"):
             return f"broken alternation: {role} after {before}"
         before = role
+    if answers and not options.make_prompts and not any(map(is_trained, messages)):
+        return "no answer that is trained on: all have weight 0"
     characters = sum(len(m["content"]) for m in messages)
     if options.max_characters and characters > options.max_characters:
         return f"longer than {options.max_characters} characters"

@@ -37,8 +37,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 OF_ANSWERS = ("answer_ids", "rejected")
 """Keys of a line that belong to its answers, and to no others."""
 
-UNTRAINED = ("weight", "train", "loss")
-"""Keys by which other tools leave a message out of training."""
+WEIGHTS = ("weight", "train", "loss")
+"""Keys of a message by which fine-tuning formats leave it out of training: 0 or false."""
 
 RESERVED_KWARGS = frozenset(
     {
@@ -311,36 +311,45 @@ def read_extras(record: dict[str, Any], where: str) -> tuple[list[Any] | None, d
     return tools or None, kwargs
 
 
-def check_answers(conversation: Conversation) -> None:
-    """Raise BadConversation for an answer that is marked not to be trained on: here all are."""
-    for i, message in enumerate(conversation.messages):
-        marked = [key for key in UNTRAINED if message.get(key) in (0, False) and message["role"] == "assistant"]
-        if marked:
-            problem = f"an answer with {marked[0]} 0 or false"
-            raise BadConversation(
-                f"{conversation.where}, message {i}: found {problem}, but every answer is trained on: end the "
-                "conversation before it, or remove the key",
-                problem,
-            )
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """True for an answer without a weight of 0."""
+    return message["role"] == "assistant" and not any(message.get(key) in (0, False) for key in WEIGHTS)
 
 
-def parse_line(raw: bytes, where: str, require_assistant: bool = True) -> Conversation:
+def check_weights(messages: list[dict[str, Any]], where: str) -> None:
+    """Raise BadConversation for weights other than 0 and 1, for one that asks to train on what is no answer, and if no
+    answer is trained on."""
+    for i, message in enumerate(messages):
+        found = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+        for key, value in found.items():
+            problem = ""
+            if not isinstance(value, (int, float)) or value not in (0, 1):
+                problem, expected = f"{key} {str(value)[:40]!r}", "0 or 1: an answer is trained on or not"
+            elif value and message["role"] != "assistant":
+                problem, expected = f"{key} 1 or true on a {message['role']} message", "it on answers alone"
+            elif value != next(iter(found.values())):
+                problem, expected = f"{' and '.join(found)} that differ", "one of them"
+            if problem:
+                raise BadConversation(f"{where}, message {i}: found {problem}, expected {expected}", problem)
+    if not any(map(is_trained, messages)) and any(message["role"] == "assistant" for message in messages):
+        problem = "no answer that is trained on: all have weight 0"
+        raise BadConversation(f"{where}: {problem}: remove the line, or a weight", problem)
+
+
+def parse_line(raw: bytes, where: str) -> Conversation:
     """The conversation of one line. Raises UserError with `where`, also when there is no assistant turn."""
     conversation = parse_conversation(load_line(raw, where), where)
-    if not require_assistant:
-        return conversation
     if not any(m["role"] == "assistant" for m in conversation.messages):
         raise UserError(f"{where}: no assistant turn, so nothing to learn from: answer the prompts first")
-    check_answers(conversation)
+    check_weights(conversation.messages, where)
     return conversation
 
 
-def read_conversations(path: Path | str, require_assistant: bool = True) -> Iterator[Conversation]:
+def read_conversations(path: Path | str) -> Iterator[Conversation]:
     """Every conversation of a JSON lines file, in order.
 
     Raises UserError with file and line number: missing file, malformed JSON, empty line inside, missing keys, unknown
-    role, empty content and (unless `require_assistant` is False: prompt files) no assistant turn; also for an empty
-    file.
+    role, empty content, no assistant turn; also for an empty file.
     """
     for number, line in numbered_lines(path):
-        yield parse_line(line, f"{path} line {number}", require_assistant)
+        yield parse_line(line, f"{path} line {number}")

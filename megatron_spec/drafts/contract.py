@@ -85,6 +85,15 @@ class Draft(nn.Module):
     engine: TransformerEngine | None = None
     """Source of its linears and norms, if not torch; set by `drafts.build_draft`."""
 
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError for logits of its own that training would not use."""
+        trains = next(owner for owner in cls.__mro__ if "forward" in vars(owner))
+        if getattr(cls, "logits", None) is not getattr(trains, "logits", None) and hasattr(trains, "logits"):
+            raise TypeError(
+                f"{cls.__name__} overrides logits, which training does not call (losses take rows and the weight of "
+                "the LM head): override forward, too"
+            )
+
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Unroll over the micro-batch and return the loss sums."""
         raise NotImplementedError

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from megatron_spec.batch import Features
 from megatron_spec.config import BlockConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.anchors import BlockPlan
+from megatron_spec.drafts.as_built import as_built
 from megatron_spec.drafts.block_losses import BlockHead, block_losses
 from megatron_spec.drafts.contract import Attention, BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
@@ -104,14 +105,20 @@ class DFlashDraft(Draft):
         """[P, C] rotary positions of all slots of the blocks anchored at `positions_P`."""
         return positions_P[:, None] + torch.arange(self.config.block_size, device=positions_P.device)
 
+    @property
+    def has_own_steps(self) -> bool:
+        """True if a subclass, or a module that was replaced or has hooks, computes the states in its own way."""
+        names = ("run_layers", "rotation", "block_rotation")
+        own = any(getattr(type(self), name) is not getattr(DFlashDraft, name) for name in names)
+        return own or not as_built(self.decoder_layers, self.fc, self.hidden_norm, self.norm)
+
     def fused_layer(self, positions_XY: Tensor) -> FusedLayer | None:
         """The parts of fused layers for rows at these positions; None if the plain layers run: in inference, with fake
-        quantisers, and with hooks on modules."""
+        quantisers, and with steps of its own."""
         kernels = self.paths.kernels("draft_layer")
         if kernels == "none" or not torch.is_grad_enabled():
             return None
-        modules = [self.fc, self.hidden_norm, self.norm, *self.layers.modules()]
-        if attached_quantizers(modules) or any(m._forward_pre_hooks or m._forward_hooks for m in modules):
+        if self.has_own_steps or attached_quantizers([self.fc, *self.layers.modules()]):
             return None
         return FusedLayer(backend.load(kernels), self.tables(positions_XY))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
+from megatron_spec.drafts.as_built import as_built, head_weight
 from megatron_spec.drafts.contract import Attention, BaseEnds, DraftLosses
 from megatron_spec.drafts.fused_unroll import fused_unroll, suits
 from megatron_spec.drafts.layer import DraftLayer
@@ -60,19 +61,12 @@ class EagleDraft(RecurrentDraft):
         layers = [self.midlayer] if self.config.num_hidden_layers == 1 else list(self.layers)
         return layers  # type: ignore[return-value]
 
-    def __init_subclass__(cls) -> None:
-        """Raise TypeError for a head of its own that training would not use."""
-        if cls.logits is not EagleDraft.logits and cls.forward is EagleDraft.forward:
-            raise TypeError(
-                f"{cls.__name__} overrides logits, which training does not call (`head_losses` takes rows and the "
-                "weight of lm_head): override forward, too"
-            )
-
     @property
     def has_own_steps(self) -> bool:
-        """True if a subclass, or another kind of layer, computes a step in its own way."""
-        own = any(getattr(type(self), name) is not getattr(EagleDraft, name) for name in ("layer_step", "embed"))
-        return own or any(type(layer) is not DraftLayer for layer in self.decoder_layers)
+        """True if a subclass, or a module that was replaced or has hooks, computes a step in its own way."""
+        names = ("layer_step", "embed", "rotary")
+        own = any(getattr(type(self), name) is not getattr(EagleDraft, name) for name in names)
+        return own or not as_built(self.decoder_layers, self.norm)
 
     def embed(self, tokens_BS: Tensor, ends: BaseEnds) -> Tensor:
         """See RecurrentDraft; trained if the embedding is the draft's own."""
@@ -84,14 +78,15 @@ class EagleDraft(RecurrentDraft):
 
     def project(self, captures_SBC: Tensor) -> Tensor:
         """[S, B, H] feature of step 0 from the captures."""
-        x = captures_SBC.to(self.fc.weight.dtype)
+        x = captures_SBC.to(next(self.fc.parameters()).dtype)
         if self.config.norm_before_fc:
             x = self.input_norm(x)
         if self.config.fc_norm:
             parts = x.chunk(len(self.fc_norm), dim=-1)
             x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         fc = self.fc
-        if self.sequence_parallel or not fc.plain or not shared_linear.pays(x, len(fc.weight), self.tp_group):
+        shared = not self.sequence_parallel and as_built((), fc) and fc.plain
+        if not shared or not shared_linear.pays(x, len(fc.weight), self.tp_group):
             return fc(x)  # type: ignore[no-any-return]
         return shared_linear.shared_linear(fc.quantized_input(x), fc.quantized_weight(), fc.bias, self.tp_group)
 
@@ -128,7 +123,7 @@ class EagleDraft(RecurrentDraft):
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Unroll over the micro-batch and return the loss sums."""
         group, scattered = self.tp_group, self.sequence_parallel
-        plan = self.supervision(features.batch, objective)
+        weight, plan = head_weight(self.lm_head), self.supervision(features.batch, objective)
         teacher = teach(features, plan, self.teacher_head(ends), objective.temperature, group, scattered)
         states = [self.lm_head.quantized_input(x) for x in self.states(features, plan, ends, objective)]
-        return head_losses(states, self.lm_head.quantized_weight(), plan, teacher, objective, group, paths=self.paths)
+        return head_losses(states, weight, plan, teacher, objective, group, paths=self.paths)

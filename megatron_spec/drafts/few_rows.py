@@ -22,14 +22,12 @@ MOST_ROWS = 16
 
 
 def suits(layers: Any, visibility: Visibility) -> bool:
-    """True if these layers have neither quantisers nor hooks, and the rows are few and see a cache up to their own slot
-    or a tree."""
+    """True if these layers have no quantisers, and the rows are few and see a cache up to their own slot or a tree."""
     slots_BS = visibility.slots_BS
     if slots_BS is None or not visibility.key_slots or visibility.given_BSL is not None:
         return False
     modules = [module for layer in layers for module in layer.modules()]
-    hooks = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
-    return slots_BS.numel() <= MOST_ROWS and not hooks and not attached_quantizers(modules)
+    return slots_BS.numel() <= MOST_ROWS and not attached_quantizers(modules)
 
 
 class FewRows:

@@ -55,16 +55,15 @@ COMPACT_BELOW = 0.9
 
 def suits(draft: EagleDraft, hidden_SBH: Tensor, batch: Batch, steps: int) -> bool:
     """True if a draft whose path `draft_fused` is on can use it for this micro-batch: gradients are enabled, no
-    quantiser is calibrating, no subclass or hook changes a step, and, under sequence parallelism, all rows fit."""
+    quantiser is calibrating, no subclass, replaced module or hook changes a step, and, under sequence parallelism, all
+    rows fit."""
     if draft.sequence_parallel:
         rows = hidden_SBH.shape[0] * hidden_SBH.shape[1] * draft.tp_group.size()
         if whole_rows_bytes(hidden_SBH.shape[2], rows, steps, hidden_SBH.element_size()) > MOST_WHOLE_ROWS:
             return False
     if not torch.is_grad_enabled() or draft.has_own_steps:
         return False
-    modules = [draft.norm, *(m for layer in draft.decoder_layers for m in layer.modules())]
-    if any(m._forward_pre_hooks or m._forward_hooks for m in modules):
-        return False
+    modules = [m for layer in draft.decoder_layers for m in layer.modules()]
     return all(getattr(q, "straight", False) for q in attached_quantizers(modules))
 
 

@@ -133,6 +133,14 @@ def pad_logits(logits_SBV: Tensor, vocab_size: int, group: dist.ProcessGroup) ->
     return F.pad(logits_SBV, (0, missing), value=float("-inf")) if missing else logits_SBV
 
 
+def hooked(module: nn.Module) -> bool:
+    """True if calling the module does more than its class says: it has hooks, or a `forward` of its own."""
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+    )  # fmt: skip
+    return any(hooks) or "forward" in vars(module)
+
+
 class _Linear(nn.Module):
     """y = x W^T (+ b), with optional fake quantisation of input and weight."""
 
@@ -152,8 +160,8 @@ class _Linear(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """True if the product is torch's, not Transformer Engine's, and the module has no hooks."""
-        return self._product is F.linear and not self._forward_hooks and not self._forward_pre_hooks
+        """True if the product is torch's, not Transformer Engine's."""
+        return self._product is F.linear
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """This rank's product, with inputs and weight as quantised."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import MedusaConfig, ObjectiveConfig, UserError
+from megatron_spec.drafts.as_built import head_weight
 from megatron_spec.drafts.contract import BaseEnds, Draft, DraftLosses, shift
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.linear import Linear, Placement, VocabLinear, copy_to_ranks, enter, pad_logits
@@ -109,7 +110,7 @@ class MedusaDraft(Draft):
             x = copy_to_ranks(head.blocks(x), group)  # type: ignore[operator]
             weight = teacher_head.draft_rows()
             if head.lm_head is not None:
-                x, weight = head.lm_head.quantized_input(x), head.lm_head.quantized_weight()  # type: ignore[union-attr,operator]
+                x, weight = head.lm_head.quantized_input(x), head_weight(head.lm_head)  # type: ignore[union-attr,operator]
             one = slice(i, i + 1)
             mine = Supervision(
                 plan.rows[one], plan.active[one], plan.teacher_rows[one], plan.teacher_U, plan.rejected[one]

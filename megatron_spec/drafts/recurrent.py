@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts import few_rows
+from megatron_spec.drafts.as_built import as_built
 from megatron_spec.drafts.contract import Attention, BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.layer import DraftLayer
@@ -119,7 +120,8 @@ class RecurrentDraft(Draft):
     def cached_attention(self, visibility: Visibility) -> Attention:
         """Attention of `layer_step` in decoding, with the draft's sliding window."""
         kind = self.paths.kernels("draft_decode")
-        if kind != "none" and few_rows.suits(self.decoder_layers, visibility):
+        layers = self.decoder_layers
+        if kind != "none" and few_rows.suits(layers, visibility) and as_built(layers):
             return few_rows.FewRows(backend.load(kind), visibility, self._rotary_table(visibility))
         window = self.config.sliding_window
         variant = PLAIN if window is None else Variant(window=window)

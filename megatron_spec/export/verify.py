@@ -274,10 +274,10 @@ def check_logits(
             )
 
 
-def own_features(base: FrozenBase, length: int = 16) -> Features:
+def own_features(base: FrozenBase) -> Features:
     """The base's captures of random tokens, on every rank. Collective over TP and PP ranks."""
     world = base.world
-    rows = length * world.tp_size
+    rows = 16 * world.tp_size
     tokens = torch.randint(base.vocab_size, (1, rows), generator=torch.Generator().manual_seed(0)).to(world.device)
     zeros = torch.zeros_like(tokens, dtype=torch.int32)
     batch = Batch(tokens, torch.arange(rows, device=world.device)[None], zeros, zeros)

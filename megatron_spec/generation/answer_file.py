@@ -15,8 +15,9 @@ from typing import IO, Any
 
 from megatron_spec.config import UserError
 from megatron_spec.generation.answers import Message
+from megatron_spec.generation.outputs import meta_path, record_lines, rejected_path
 from megatron_spec.generation.prompts import Prompt, questions
-from megatron_spec.runtime.files import changed_settings, read_json, write_json
+from megatron_spec.runtime.files import changed_settings, drop_half_line, read_json, write_json
 
 
 def opening(prompt: Prompt, system_prompt: str | None) -> list[Message]:
@@ -36,13 +37,13 @@ class AnswerFile:
     """
 
     def __init__(self, output: Path, meta: dict[str, Any]) -> None:
-        self.output = output
-        self.rejected = output.with_name(f"{output.name}.rejected")
-        self.known = {r["conversation_id"]: _asked_in(r) for p in (self.output, self.rejected) for r in _records(p)}
-        about = output.with_name(f"{output.name}.meta.json")
-        if self.known and (changed := changed_settings(read_json(about), meta)):
+        files = self.output, self.rejected = output, rejected_path(output)
+        self.known = {r["conversation_id"]: _asked_in(r) for path in files for _, _, r in record_lines(path)}
+        if self.known and (changed := changed_settings(read_json(meta_path(output)), meta)):
             raise UserError(f"{output} was answered with other settings ({changed}): use another output file")
-        write_json(about, meta)
+        write_json(meta_path(output), meta)
+        for path in files:
+            drop_half_line(path)
 
     def open(self) -> tuple[IO[str], IO[str]]:
         """(output, rejected), opened for appending."""
@@ -76,26 +77,3 @@ def _hash(messages: Iterable[Message], tools: Any, template_kwargs: Any) -> str:
     """Identity of what a conversation asks."""
     asked = json.dumps([questions(messages), tools or None, template_kwargs or {}], sort_keys=True)
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file; a half-written last line is cut off."""
-    if not path.is_file():
-        return
-    whole = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            whole += len(line)
-            try:
-                record = json.loads(line)
-                record["conversation_id"]
-            except (ValueError, KeyError, TypeError):
-                raise UserError(
-                    f"{path}: found a line that is not a conversation record: use another output file"
-                ) from None
-            yield record
-    if whole < path.stat().st_size:
-        with path.open("r+b") as file:
-            file.truncate(whole)

@@ -10,39 +10,14 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_spec.generation.outputs import read_records, record_lines, rejected_path
 from megatron_spec.generation.prompts import Prompt
 from megatron_spec.runtime.files import replacing, write_text
 
 log = logging.getLogger(__name__)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """(place in the file, line, its record); nothing without a file. A half-written last line is skipped.
-
-    Earlier lines that are not records are skipped with a warning, and their prompts are answered again.
-    """
-    end = 0
-    with path.open("rb") if path.is_file() else BytesIO() as file:
-        for number, line in enumerate(file, start=1):
-            begin, end = end, end + len(line)
-            if not line.endswith(b"\n"):
-                return
-            try:
-                record = json.loads(line)
-                hash(record["conversation_id"])
-            except (ValueError, KeyError, TypeError):
-                log.warning("%s line %d is not a conversation record: skipped", path, number)
-                continue
-            yield begin, line, record
-
-
-def read_records(path: Path) -> dict[str, dict[str, Any]]:
-    """Records of a file by conversation_id; see `_lines`."""
-    return {record["conversation_id"]: record for _, _, record in _lines(path)}
 
 
 def parts(output: Path) -> list[Path]:
@@ -52,15 +27,13 @@ def parts(output: Path) -> list[Path]:
 
 
 def known_lines(output: Path) -> Iterator[tuple[Path, int, bytes, dict[str, Any]]]:
-    """(file, place, line, record) of the output and its parts; the last record of a conversation counts."""
+    """(file, place, line, record) of the output and its parts; the last record of a conversation counts.
+
+    Broken lines are skipped: their prompts are answered again.
+    """
     for path in (output, *parts(output)):
-        for begin, line, record in _lines(path):
+        for begin, line, record in record_lines(path, skip_broken=True):
             yield path, begin, line, record
-
-
-def rejected_path(output: Path) -> Path:
-    """OUTPUT.rejected: the prompts without an answer, and why."""
-    return output.with_name(f"{output.name}.rejected")
 
 
 class _Line(NamedTuple):

@@ -30,6 +30,7 @@ from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import special_ids
 from megatron_spec.decoding.costs import Costs
 from megatron_spec.decoding.engine import decode_batches
+from megatron_spec.generation.outputs import meta_path
 from megatron_spec.generation.prompts import Prompt, iter_prompts
 from megatron_spec.runtime import platform
 from megatron_spec.runtime.distributed import World
@@ -227,10 +228,6 @@ def _line(number: int, question: str) -> str:
     return json.dumps({"conversation_id": f"draw-{number}", "turns": [question]}, ensure_ascii=False) + "\n"
 
 
-def _about(path: Path) -> Path:
-    return path.with_name(f"{path.name}.meta.json")
-
-
 def _settings(config: DecodeConfig, about: dict[str, Any]) -> dict[str, Any]:
     """Everything the questions depend on."""
     names = ("seed", "temperature", "top_k", "top_p", "max_new_tokens")
@@ -244,7 +241,7 @@ def _begin(path: Path, config: DecodeConfig, about: dict[str, Any], world: World
     if world.rank == 0:
         try:
             box = [check_questions(path, config, about)]
-            write_json(_about(path), meta)
+            write_json(meta_path(path), meta)
             drop_half_line(path)
         except UserError as error:
             box = [str(error)]
@@ -261,7 +258,7 @@ def _read(path: Path, meta: dict[str, Any]) -> dict[int, str]:
     found: dict[int, str] = {}
     if not path.is_file():
         return found
-    if changed := changed_settings(read_json(_about(path)), meta):
+    if changed := changed_settings(read_json(meta_path(path)), meta):
         raise UserError(f"{path} was drawn with other settings ({changed}): use another output file")
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:

@@ -28,7 +28,8 @@ from megatron_spec.data.workers import tokeniser_threads
 from megatron_spec.decoding.engine import decode_batches
 from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.generation.answers import answer_ids
-from megatron_spec.generation.parts import known_lines, merge, parts, rejected_path
+from megatron_spec.generation.outputs import meta_path, rejected_path
+from megatron_spec.generation.parts import known_lines, merge, parts
 from megatron_spec.generation.prompts import Dialogue, Prompt, ask_all, check_stop_ids, questions
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import (
@@ -171,10 +172,6 @@ def _answers_prompt(record: dict[str, Any], prompt: Prompt, template_kwargs: dic
 ANOTHER = "use another output file, or remove this one"
 
 
-def _meta_path(output: Path) -> Path:
-    return output.with_name(f"{output.name}.meta.json")
-
-
 def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[str, Any]) -> list[str]:
     """Identifiers of the prompts that an earlier run into `output` answered. Writes nothing.
 
@@ -187,15 +184,15 @@ def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[s
     if output.is_dir():
         raise UserError(f"--output {output} is a folder, expected a file")
     left = [p for p in (output, *parts(output)) if p.is_file() and p.stat().st_size]
-    if left and not _meta_path(output).is_file():
+    if left and not meta_path(output).is_file():
         raise UserError(
-            f"{left[0]} already exists, but {_meta_path(output).name}, which records how its conversations were made, "
+            f"{left[0]} already exists, but {meta_path(output).name}, which records how its conversations were made, "
             f"is missing: {ANOTHER}"
         )
 
     if next(known_lines(output), None) is None:
         return []
-    old = read_json(_meta_path(output))
+    old = read_json(meta_path(output))
     left_out = sorted(old.keys() - settings.keys() - {"base_fingerprint"})  # options are recorded only where given
     if changed := changed_settings(old, {**settings, **dict.fromkeys(left_out)}):
         raise UserError(f"{output} was answered with other settings ({changed}): {ANOTHER}")
@@ -219,7 +216,7 @@ def _known_everywhere(output: Path, prompts: Sequence[Prompt], meta: dict[str, A
     if world.rank == 0:
         try:
             answer = check_output(output, prompts, meta)
-            write_json(_meta_path(output), meta)
+            write_json(meta_path(output), meta)
         except UserError as e:
             answer = str(e)
     answer = _from_rank_0(answer, world)

@@ -11,7 +11,6 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,9 +19,9 @@ SECONDS = 1.0
 """Seconds between two reads of the store."""
 
 
-def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+def under_launcher() -> bool:
     """True when torchrun started this process as one of several; torchrun's agent hosts the store."""
-    return "TORCHELASTIC_RUN_ID" in environment and int(environment.get("WORLD_SIZE", "1")) > 1
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _store() -> dist.Store:

@@ -28,7 +28,9 @@ _METHODS: dict[str, Method] = {
     "EAGLE-3": "eagle3", "EAGLE-1": "eagle", "Medusa": "medusa", "DFlash": "dflash", "DSpark": "dspark",
 }  # fmt: skip
 """Kind of a folder (`export.check.kind_of`) -> method."""
-_SPECULATORS: dict[str, Method] = {"eagle3": "eagle3", "peagle": "eagle3", "eagle": "eagle"}
+_SPECULATORS: dict[str, Method] = {
+    "eagle3": "eagle3", "peagle": "eagle3", "eagle": "eagle", "dflash": "dflash", "dspark": "dspark",
+}  # fmt: skip
 """The same for `speculators_model_type`."""
 NAMES: dict[Method, str] = {
     "eagle3": "EAGLE-3", "eagle": "EAGLE-1", "medusa": "Medusa", "dflash": "DFlash", "dspark": "DSpark",

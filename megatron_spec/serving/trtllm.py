@@ -124,11 +124,11 @@ def serve_command(base: str, options_file: str, port: int = 8000, tp_size: int =
     return [*command, "--port", str(port), "--extra_llm_api_options", options_file]
 
 
-def bench_command(base: str, options_file: str, dataset: str = "dataset.json", tp_size: int = 1) -> list[str]:
+def bench_command(base: str, options_file: str, tp_size: int = 1) -> list[str]:
     """`trtllm-bench` with the YAML file, one request at a time."""
     return [
         "trtllm-bench", "--model", base, "--model_path", base, "throughput", "--backend", "pytorch",
-        "--dataset", dataset, "--concurrency", "1", *(["--tp", str(tp_size)] if tp_size > 1 else []),
+        "--dataset", "dataset.json", "--concurrency", "1", *(["--tp", str(tp_size)] if tp_size > 1 else []),
         "--extra_llm_api_options", options_file,
     ]  # fmt: skip
 
@@ -142,7 +142,7 @@ def trtllm_yaml(
     if base is not None:
         commands = (
             serve_command(base, options_file, port, options.tp_size),
-            bench_command(base, options_file, tp_size=options.tp_size),
+            bench_command(base, options_file, options.tp_size),
         )
         lines = [f"# {shlex.join(command)}\n" for command in commands]
     return "".join(lines) + yaml.safe_dump(trtllm_config(plan, options), sort_keys=False)

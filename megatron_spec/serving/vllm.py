@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import published_folder, write_json, write_text
+from megatron_spec.runtime.files import write_json, write_text
+from megatron_spec.runtime.folders import published_folder
 from megatron_spec.serving.draft import Method, Speculation
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def triton_command(repository: str, models: Iterable[str], http_port: int = 8000
     return command
 
 
-def write_triton_repository(folder: Path | str, models: Mapping[str, Any], overwrite: bool = False) -> None:
+def write_triton_repository(folder: Path | str, models: Mapping[str, Any]) -> None:
     """Write FOLDER/NAME/{config.pbtxt, 1/model.json} for Triton's vLLM backend, per model.
 
     Raises UserError for a name that is not a plain folder name, or a folder that is not empty.
@@ -94,7 +95,7 @@ def write_triton_repository(folder: Path | str, models: Mapping[str, Any], overw
     for name in models:
         if not name.replace("_", "").replace("-", "").isalnum():
             raise UserError(f"model name {name!r} may hold letters, digits, '-' and '_' only")
-    with published_folder(folder, overwrite) as temporary:
+    with published_folder(folder) as temporary:
         for name, engine in models.items():
             write_json(temporary / name / "1" / "model.json", engine)
             write_text(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_spec.config import DecodeConfig, ParallelConfig
 from megatron_spec.runtime import distributed
-from tests.worlds import run_world
+from tests.worlds import gather_tp, run_world
 from tools import get_smollm2
 
 FOLDER = Path(__file__).parents[2] / get_smollm2.DEFAULT_OUTPUT
@@ -41,10 +41,7 @@ def _logits(folder: str, parallel: ParallelConfig) -> Tensor:
     zeros = torch.zeros_like(tokens_BS, dtype=torch.int32)
     batch = Batch(tokens_BS, torch.arange(tokens_BS.shape[1], device=world.device).expand_as(tokens_BS), zeros, zeros)
     _, state_SBH = run_base_everywhere(base, batch, Visibility.causal())
-    local = base.logits(state_SBH).contiguous()
-    shards = [torch.empty_like(local) for _ in range(world.tp_size)]
-    torch.distributed.all_gather(shards, local, group=world.tp)
-    return torch.cat(shards, dim=-1)[..., : base.vocab_size].transpose(0, 1).cpu()
+    return gather_tp(base.logits(state_SBH), world)[..., : base.vocab_size].transpose(0, 1).cpu()
 
 
 def _gap(folder: str, parallel: ParallelConfig, expected_BSV: Tensor) -> float:

@@ -4,6 +4,7 @@ and the losses of block drafts and of EAGLE-3 with D-PACE over the kernels again
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_spec.config import ObjectiveConfig, presets
 from megatron_spec.config.machine import Machine
 from megatron_spec.drafts import block_losses
 from megatron_spec.drafts.anchors import BlockPlan
+from megatron_spec.drafts.contract import DraftLosses
 from megatron_spec.drafts.unroll import Supervision, head_losses
 from megatron_spec.losses import reference
 from megatron_spec.losses.vocab_parallel import Teacher
@@ -141,6 +143,45 @@ def test_mixed_rows_of_two_shards(a: float, b: float) -> None:
     torch.testing.assert_close(torch.cat(shards, 1).double(), gradient, rtol=1e-3, atol=1e-6)
 
 
+Result = Callable[[str, torch.dtype, Paths], dict[str, Tensor]]
+
+
+def with_the_kernel_alone(result: Result, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss kernel in fp32, all else plain, against the plain code in fp64; in several chunks of rows."""
+    from megatron_spec.ops.kernels import loss as kernels
+
+    monkeypatch.setattr(head, "CHUNK_BYTES", {"cpu": 4 * 17 * D, "cuda": 4 * 17 * D})
+    expected = result(name, torch.float64, NO_PATHS)
+    operators = {n: getattr(kernels, n, getattr(plain, n)) for n in plain.OPERATORS}
+    monkeypatch.setattr(block_losses.backend, "load", lambda _: SimpleNamespace(**operators))
+    others = tuple(n for n in PATHS if n != "loss_kernel")
+    found = result(name, torch.float32, Paths(Setting(Machine(kernels="plain"), off=others)))
+    for n in expected:
+        torch.testing.assert_close(found[n], expected[n], rtol=1e-3, atol=1e-4, msg=lambda m, n=n: f"{n}: {m}")
+
+
+def errors_in_bf16(result: Result, name: str, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Relative errors against the plain code in fp64; without `correct_T`, which depends on ties."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", {"cuda": 2 * 17 * D})
+    expected, found = result(name, torch.float64, NO_PATHS), result(name, torch.bfloat16, paths)
+    wanted = expected.keys() - {"correct_T"}
+    return {n: float((found[n] - expected[n]).norm() / expected[n].norm()) for n in wanted}
+
+
+def sums_and_gradients(losses: DraftLosses, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Losses, metrics and, after the backward, gradients of the leaves in fp64."""
+    losses.total.backward()
+    stats = {n: getattr(losses, n).detach() for n in ("total", "loss_T", "correct_T", "overlap_T")}
+    return {n: t.double() for n, t in (stats | {n: t.grad for n, t in x.items() if t.grad is not None}).items()}
+
+
+def teacher_of(U: int, dtype: torch.dtype, temperature: float, inside_U: Tensor | None = None) -> Teacher:
+    """A teacher with the same bf16-representable logits in every dtype."""
+    z = draw(U, D).bfloat16().to(dtype)
+    wide, best = z.to(torch.promote_types(dtype, torch.float32)) / temperature, z.argmax(1)
+    return Teacher(z, wide.logsumexp(1), best, best, best >= 0 if inside_U is None else inside_U)
+
+
 BLOCKS: dict[str, dict[str, Any]] = {
     "ce_l1": {},
     "ce_l1, d-pace, curriculum": {"block_weights": "d-pace", "backbone_weight": 0.4, "temperature": 0.8},
@@ -161,44 +202,27 @@ def block_result(name: str, dtype: torch.dtype, paths: Paths) -> dict[str, Tenso
     # exact in every dtype, also in half precision
     x = {n: draw(*shape).div(4).bfloat16().to(dtype).requires_grad_(n != "head") for n, shape in shapes.items()}
     x["confidence"] = draw(sum(counts)).bfloat16().to(dtype).requires_grad_()
-    z = draw(U, D).bfloat16().to(dtype)
-    wide = z.to(torch.promote_types(dtype, torch.float32)) / goal.temperature
-    teacher = Teacher(z, wide.logsumexp(1), z.argmax(1), z.argmax(1), z.argmax(1) >= 0)
+    teacher = teacher_of(U, dtype, goal.temperature)
     heads = block_losses.BlockHead(list(x["states"].split(counts)), x["head"], x["low"], x["low_head"], x["confidence"])
     losses = block_losses.block_losses(heads, plan, teacher, goal, None, paths)  # type: ignore[arg-type]
-    losses.total.backward()
-    stats = {n: getattr(losses, n).detach() for n in ("total", "loss_T", "correct_T", "overlap_T")}
-    return {n: t.double() for n, t in (stats | {n: t.grad for n, t in x.items() if t.grad is not None}).items()}
+    return sums_and_gradients(losses, x)
 
 
 @pytest.mark.parametrize("name", list(BLOCKS))
 def test_losses_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_spec.ops.kernels import loss as kernels
-
-    monkeypatch.setattr(head, "CHUNK_BYTES", {"cpu": 4 * 17 * D, "cuda": 4 * 17 * D})
-    expected = block_result(name, torch.float64, NO_PATHS)
-    operators = {n: getattr(kernels, n, getattr(plain, n)) for n in plain.OPERATORS}
-    monkeypatch.setattr(block_losses.backend, "load", lambda _: SimpleNamespace(**operators))
-    others = tuple(n for n in PATHS if n != "loss_kernel")
-    found = block_result(name, torch.float32, Paths(Setting(Machine(kernels="plain"), off=others)))
-    for n in expected:
-        torch.testing.assert_close(found[n], expected[n], rtol=1e-3, atol=1e-4, msg=lambda m, n=n: f"{n}: {m}")
+    with_the_kernel_alone(block_result, name, monkeypatch)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies the bits of bfloat16")
 @pytest.mark.parametrize("name", list(BLOCKS))
 def test_losses_of_blocks_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the paths of a GPU; probabilities are of logits in bf16."""
-    monkeypatch.setattr(head, "CHUNK_BYTES", {"cuda": 2 * 17 * D})
-    expected = block_result(name, torch.float64, NO_PATHS)
     paths = Paths(Setting(Machine(True, (9, 0), "triton"), "bfloat16"))
     assert paths.under(presets.objective_for(block_config(algorithm="dspark"), ObjectiveConfig(**BLOCKS[name]))).on(
         "loss_kernel"
     )
-    found = block_result(name, torch.bfloat16, paths)
-    for n in expected.keys() - {"correct_T"}:  # ties
-        error = (found[n] - expected[n]).norm() / expected[n].norm()
-        assert error < 2e-2, (n, float(error))
+    for n, error in errors_in_bf16(block_result, name, paths, monkeypatch).items():
+        assert error < 2e-2, (n, error)
 
 
 PACED: dict[str, dict[str, Any]] = {
@@ -216,41 +240,24 @@ def paced_result(name: str, dtype: torch.dtype, paths: Paths) -> dict[str, Tenso
     counts, U = [len(r) for r in plan.rows], len(plan.teacher_U)
     x = {n: draw(*shape).div(4).bfloat16() for n, shape in {"states": (sum(counts), 32), "head": (D, 32)}.items()}
     x = {n: t.to(dtype).requires_grad_() for n, t in x.items()}
-    z = draw(U, D).bfloat16().to(dtype)
-    wide = z.to(torch.promote_types(dtype, torch.float32)) / goal.temperature
-    inside = torch.arange(U, device=DEVICE) % 4 != 2
-    teacher = Teacher(z, wide.logsumexp(1), z.argmax(1), z.argmax(1), inside)
+    teacher = teacher_of(U, dtype, goal.temperature, torch.arange(U, device=DEVICE) % 4 != 2)
     losses = head_losses(list(x["states"].split(counts)), x["head"], plan, teacher, goal, None, paths=paths)  # type: ignore[arg-type]
-    losses.total.backward()
-    stats = {n: getattr(losses, n).detach() for n in ("total", "loss_T", "correct_T", "overlap_T")}
-    return {n: t.double() for n, t in (stats | {n: t.grad for n, t in x.items() if t.grad is not None}).items()}
+    return sums_and_gradients(losses, x)
 
 
 @pytest.mark.parametrize("name", list(PACED))
 def test_paced_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_spec.ops.kernels import loss as kernels
-
-    monkeypatch.setattr(head, "CHUNK_BYTES", {"cpu": 4 * 17 * D, "cuda": 4 * 17 * D})
-    expected = paced_result(name, torch.float64, NO_PATHS)
-    operators = {n: getattr(kernels, n, getattr(plain, n)) for n in plain.OPERATORS}
-    monkeypatch.setattr(block_losses.backend, "load", lambda _: SimpleNamespace(**operators))
-    others = tuple(n for n in PATHS if n != "loss_kernel")
-    found = paced_result(name, torch.float32, Paths(Setting(Machine(kernels="plain"), off=others)))
-    for n in expected:
-        torch.testing.assert_close(found[n], expected[n], rtol=1e-3, atol=1e-4, msg=lambda m, n=n: f"{n}: {m}")
+    with_the_kernel_alone(paced_result, name, monkeypatch)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies the bits of bfloat16")
 @pytest.mark.parametrize("name", list(PACED))
 def test_paced_steps_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the paths of a GPU; probabilities are of logits in bf16."""
-    monkeypatch.setattr(head, "CHUNK_BYTES", {"cuda": 2 * 17 * D})
-    expected = paced_result(name, torch.float64, NO_PATHS)
-    found = paced_result(name, torch.bfloat16, Paths(Setting(Machine(True, (9, 0), "triton"), "bfloat16")))
-    for n in expected.keys() - {"correct_T"}:  # ties
-        error = (found[n] - expected[n]).norm() / expected[n].norm()
+    paths = Paths(Setting(Machine(True, (9, 0), "triton"), "bfloat16"))
+    for n, error in errors_in_bf16(paced_result, name, paths, monkeypatch).items():
         # tv is weighed by probabilities: 0.030 on an H200 for the head, whose gradient sums over rows.
-        assert error < (4e-2 if name.startswith("tv") else 2e-2), (n, float(error))
+        assert error < (4e-2 if name.startswith("tv") else 2e-2), (n, error)
 
 
 def test_teacher_of_a_reduced_vocabulary() -> None:

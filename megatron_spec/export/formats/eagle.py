@@ -13,14 +13,13 @@ from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.config.rope import read_rope
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export import native_mtp
+from megatron_spec.export.formats.keys import flatten
 from megatron_spec.export.formats.options import MASK_TOKEN_KEYS, PARALLEL_KEYS, check_options, draft_window
 from megatron_spec.export.formats.reading import (
-    DraftProblems,
     Problem,
     Reading,
     Source,
-    check_all,
-    check_fits,
+    checked,
     integer,
     meaningless,
 )
@@ -45,14 +44,6 @@ _REASONS = {
     "medusa": "parallel draft heads are not supported: export the draft without them",
     "sinks": "attention sinks in a draft are not supported",
 }
-
-
-def flatten(raw: dict[str, Any]) -> dict[str, Any]:
-    """config.json with nested model descriptions (speculators' layer, vLLM's old `model`) moved to the top level."""
-    layer = raw.get("transformer_layer_config") or raw.get("model")
-    if not isinstance(layer, dict):
-        return raw
-    return {**{key: value for key, value in layer.items() if value is not None}, **raw}
 
 
 def _nested(raw: dict[str, Any], key: str) -> Any:
@@ -109,11 +100,7 @@ class OwnModule:
         names: dict[str, str | None] = {name: native_mtp.file_name(config, name) for name in draft_tensors(config)}
         copies = dict.fromkeys(native_mtp.end_shapes(config), "a copy of the target's")
         unused = {name: why for name, why in copies.items() if name in source.entries}
-        reading = Reading(source, config, names, unused | meaningless(source.entries))
-        problems = check_all(reading) + (check_fits(reading, base) if base is not None else [])
-        if problems:
-            raise DraftProblems(source.folder, problems)
-        return reading
+        return checked(Reading(source, config, names, unused | meaningless(source.entries)), base)
 
 
 class Eagle:
@@ -156,7 +143,8 @@ class _Folder:
         kind = str(source.raw.get("speculators_model_type", "eagle3"))
         if kind not in ("eagle", "eagle3", "peagle"):
             raise UserError(
-                f"{source.folder}: speculators_model_type {kind!r} is not supported: expected eagle, eagle3 or peagle"
+                f"{source.folder}: speculators_model_type {kind!r} is not supported: expected eagle, eagle3, "
+                "peagle, dflash or dspark"
             )
         self.kind = self._kind()
         marks = [key for key in PARALLEL_KEYS if self.raw.get(key) not in (None, False)]
@@ -260,18 +248,15 @@ class _Folder:
             raise self.source.problem("config", f"config.json: {e}", "correct it") from None
         kind = "p-eagle" if self.parallel else self.kind
         self.problems += check_options(self.source, self.raw, kind)
-        reading = Reading(self.source, config, self._names(config), self.unused, captures_given=self._ids_given())
+        reading = Reading(self.source, config, self._names(config), self.unused)
+        if not config.reads_captures and "embed_tokens.weight" in self.found:
+            reading.copy_of("embed_tokens", self.found["embed_tokens.weight"])
         self._vocabulary(reading)
         reasons = {} if config.reads_captures else _REASONS
         reasons = reasons or {
             part: why for part, why in _REASONS.items() if part not in ("input_layernorm", "norm.weight")
         }
-        self.problems += check_all(reading, reasons)
-        if self.base is not None and not self.problems:
-            self.problems += check_fits(reading, self.base)
-        if self.problems:
-            raise DraftProblems(self.source.folder, self.problems)
-        return reading
+        return checked(reading, self.base, reasons, self.problems)
 
     def _mask_token(self) -> int:
         """Token id of rows yet to be drafted. Raises DraftProblems when it is missing or ambiguous."""
@@ -288,9 +273,6 @@ class _Folder:
     def _other_width(self, values: dict[str, Any]) -> bool:
         return bool(values["hidden_size"] != values["target_hidden_size"])
 
-    def _ids_given(self) -> bool:
-        return bool(self.raw.get(CAPTURE_KEY) or _nested(self.raw, CAPTURE_KEY))
-
     def _names(self, config: EagleConfig) -> dict[str, str | None]:
         """Parameter -> tensor of the folder; missing biases count as zero."""
         self._fold_twin_norms(config)
@@ -304,8 +286,6 @@ class _Folder:
         for stored in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight"):
             if stored in self.found:
                 self.unused[self.found[stored]] = "follows from d2t" if stored == "t2d" else "a copy of the target's"
-        if not config.reads_captures and "embed_tokens.weight" in self.found:
-            self.unused[self.found["embed_tokens.weight"]] = "engines use the target's embedding"
         return names
 
     def _fold_twin_norms(self, config: EagleConfig) -> None:

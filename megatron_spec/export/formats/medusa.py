@@ -11,12 +11,10 @@ from megatron_spec.config import BaseConfig, MedusaConfig
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export.formats.keys import LAYER, check_keys
 from megatron_spec.export.formats.reading import (
-    DraftProblems,
     Problem,
     Reading,
     Source,
-    check_all,
-    check_fits,
+    checked,
     integer,
     meaningless,
 )
@@ -66,11 +64,7 @@ class Medusa:
             if name.endswith(".bias"):
                 names.setdefault(name, None)  # missing biases count as zero
         reading = Reading(source, config, names, meaningless(source.entries))
-        problems = self._options(source) + self._counts(source, config) + check_all(reading, _REASONS)
-        problems = problems or (check_fits(reading, base) if base is not None else [])
-        if problems:
-            raise DraftProblems(source.folder, problems)
-        return reading
+        return checked(reading, base, _REASONS, self._options(source) + self._counts(source, config))
 
     def _config(self, source: Source, names: dict[str, str | None]) -> MedusaConfig:
         heads = {int(name.split(".")[1]) for name in names}

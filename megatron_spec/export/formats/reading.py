@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from megatron_spec.checkpoint.spec import is_draft_checkpoint
@@ -96,7 +97,7 @@ class Reading:
         names: name of a parameter (as in the draft's module) -> name of its tensor in the folder; None: zeros.
         unused: tensors without effect on the draft -> reason.
         d2t: name of the vocabulary map in the folder, or None.
-        captures_given: the folder names its capture layers.
+        copies: tensors that must be the target's, which engines use -> 'embed_tokens' or 'lm_head'.
     """
 
     source: Source
@@ -104,7 +105,7 @@ class Reading:
     names: dict[str, str | None]
     unused: dict[str, str] = field(default_factory=dict)
     d2t: str | None = None
-    captures_given: bool = False
+    copies: dict[str, str] = field(default_factory=dict)
 
     @property
     def target_ids(self) -> list[int] | None:
@@ -123,6 +124,11 @@ class Reading:
             if entry is not None and entry.dtype in _CODES:
                 found[name.removesuffix(".weight")] = stored.removesuffix(".weight")
         return found
+
+    def copy_of(self, name: str, stored: str) -> None:
+        """Mark a tensor as a copy of the target's 'embed_tokens' or 'lm_head'."""
+        self.copies[stored] = name
+        self.unused[stored] = f"engines use the target's {name}"
 
     def without_embedding(self, why: str) -> None:
         """Mark the embedding in the folder as the target's: the draft has none of its own."""
@@ -145,12 +151,29 @@ class Format(Protocol):
         ...
 
 
-def check_all(reading: Reading, reasons: dict[str, str] | None = None) -> list[Problem]:
-    """Problems: tensors that are missing, have the wrong shape, or are unread.
+def checked(
+    reading: Reading, base: BaseConfig | None, reasons: Mapping[str, str] = MappingProxyType({}),
+    problems: Sequence[Problem] = (),
+) -> Reading:  # fmt: skip
+    """The reading, if it is complete and fits the target.
 
     Args:
+        base: the target, if known.
         reasons: part of a tensor's name -> why the draft has no such tensor.
+        problems: those found before.
+
+    Raises DraftProblems with all of them.
     """
+    found = [*problems, *_check_tensors(reading, reasons)]
+    if base is not None and not found:
+        found = _check_fits(reading, base)
+    if found:
+        raise DraftProblems(reading.source.folder, found)
+    return reading
+
+
+def _check_tensors(reading: Reading, reasons: Mapping[str, str]) -> list[Problem]:
+    """Problems: tensors that are missing, have the wrong shape, or are unread."""
     entries, table = reading.source.entries, draft_tensors(reading.config)
     problems = []
     lost = [stored or name for name in table for stored in [reading.names.get(name, name)] if _lost(reading, name)]
@@ -173,7 +196,7 @@ def check_all(reading: Reading, reasons: dict[str, str] | None = None) -> list[P
                     "make config.json and the tensor agree; rows that only pad the vocabulary must be cut off",
                 )
             )  # fmt: skip
-    return problems + _dtypes(reading) + _scales(reading) + _unread(reading, reasons or {})
+    return problems + _dtypes(reading) + _scales(reading) + _unread(reading, reasons)
 
 
 def _dtypes(reading: Reading) -> list[Problem]:
@@ -216,7 +239,7 @@ def _scales(reading: Reading) -> list[Problem]:
     return problems
 
 
-def _unread(reading: Reading, reasons: dict[str, str]) -> list[Problem]:
+def _unread(reading: Reading, reasons: Mapping[str, str]) -> list[Problem]:
     used = {stored for stored in reading.names.values() if stored is not None} | reading.unused.keys()
     if reading.d2t is not None:
         used.add(reading.d2t)
@@ -245,7 +268,7 @@ def integer(raw: dict[str, Any], key: str, source: Source, default: int | None =
     return value
 
 
-def check_fits(reading: Reading, base: BaseConfig) -> list[Problem]:
+def _check_fits(reading: Reading, base: BaseConfig) -> list[Problem]:
     """Problems: properties of the draft that do not fit the target."""
     config, problems = reading.config, []
     pairs = (

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from megatron_spec.config import ParallelConfig, UserError
-from tests.unit_tests.base.tiny import LLAMA3, save_tiny
-from tests.worlds import run_world
+from tests.unit_tests.base.tiny import LLAMA3, gap, save_tiny
+from tests.worlds import gather_tp, run_world
 
 CAPTURES = (0, 2, 5)
 TOLERANCE = 1e-4
@@ -86,17 +86,6 @@ def _reference(model: LlamaForCausalLM) -> dict[str, Tensor]:
     }
 
 
-def _gather(x: Tensor, world: Any, dim: int) -> Tensor:
-    """All shards over the tensor parallel ranks, concatenated."""
-    shards = [torch.empty_like(x) for _ in range(world.tp_size)]
-    torch.distributed.all_gather(shards, x.contiguous(), group=world.tp)
-    return torch.cat(shards, dim=dim)
-
-
-def _gap(found: Tensor, expected_BSX: Tensor) -> float:
-    return float((found.transpose(0, 1)[..., : expected_BSX.shape[-1]] - expected_BSX).abs().max())
-
-
 def _forward_gaps(base: Any, world: Any, ref: dict[str, Tensor]) -> dict[str, float]:
     """Largest differences from transformers in this rank's results."""
     from megatron_spec.base.schedule import run_base, run_base_everywhere
@@ -115,17 +104,17 @@ def _forward_gaps(base: Any, world: Any, ref: dict[str, Tensor]) -> dict[str, fl
         results = run_base(base, work)
         assert len(results) == (len(work) if world.is_last_stage else 0)
         for m, (captures, state) in enumerate(results):
-            logits = _gather(base.logits(state), world, -1)
-            gaps[f"{case}{m}"] = _gap(logits, ref[case][m])
+            logits = gather_tp(base.logits(state), world)
+            gaps[f"{case}{m}"] = gap(logits, ref[case][m])
             padding = logits[..., base.vocab_size :]
             assert bool((padding == float("-inf")).all())
             if case == "logits":
-                whole = [(_gather(x, world, 0) if sp else x) for x in (captures, state)]
-                gaps[f"captures{m}"] = _gap(whole[0], ref["captures"][m])
-                gaps[f"state{m}"] = _gap(whole[1], ref["state"][m])
+                whole = [(gather_tp(x, world, 0) if sp else x) for x in (captures, state)]
+                gaps[f"captures{m}"] = gap(whole[0], ref["captures"][m])
+                gaps[f"state{m}"] = gap(whole[1], ref["state"][m])
     captures, state = run_base_everywhere(base, batches[0], Visibility.causal())
-    gaps["everywhere"] = _gap(_gather(base.logits(state), world, -1), ref["logits"][0])
-    gaps["everywhere captures"] = _gap(_gather(captures, world, 0) if sp else captures, ref["captures"][0])
+    gaps["everywhere"] = gap(gather_tp(base.logits(state), world), ref["logits"][0])
+    gaps["everywhere captures"] = gap(gather_tp(captures, world, 0) if sp else captures, ref["captures"][0])
     for outside in (-1, base.vocab_size, base.vocab_size + 40):  # ids of padding rows, and of no row at all
         with pytest.raises(UserError, match=f"found token id {outside}, expected ids from 0 to {base.vocab_size - 1}"):
             base.embed(torch.tensor([[0, 1, outside, 2] * 3]))
@@ -151,7 +140,7 @@ def _decode_gap(base: Any, world: Any, ref: dict[str, Tensor]) -> float:
         zeros = torch.zeros_like(ids, dtype=torch.int32)
         batch = Batch(ids, slots, zeros, zeros)
         _, state = run_base_everywhere(base, batch, Visibility.cached(cache, slots))
-        logits = _gather(base.logits(state), world, -1).transpose(0, 1)[..., : base.vocab_size]
+        logits = gather_tp(base.logits(state), world).transpose(0, 1)[..., : base.vocab_size]
         for row in range(3):
             for j in range(int(new[row])):
                 gap = (logits[row, j] - ref["logits"][0, row, int(done[row]) + j]).abs().max()

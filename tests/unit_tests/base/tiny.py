@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LLAMA3 = {
@@ -43,3 +44,8 @@ def save_tiny(folder: Path, seed: int = 0, max_shard_size: str = "50GB", **overr
                 p.uniform_(0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def gap(found_SBX: Tensor, expected_BSX: Tensor) -> float:
+    """Largest difference, without vocabulary padding."""
+    return float((found_SBX.transpose(0, 1)[..., : expected_BSX.shape[-1]] - expected_BSX).abs().max())

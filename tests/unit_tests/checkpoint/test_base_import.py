@@ -16,7 +16,7 @@ from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
 from tests.unit_tests.base.tiny import save_tiny
-from tests.worlds import run_world
+from tests.worlds import gather_tp, run_world
 
 
 @pytest.fixture(scope="module")
@@ -200,12 +200,6 @@ def _gpt(layers: str, tied: bool, world: World) -> Any:
     return gpt.to(world.device)
 
 
-def _gathered(logits: Tensor, world: World) -> Tensor:
-    shards = [torch.empty_like(logits) for _ in range(world.tp_size)]
-    torch.distributed.all_gather(shards, logits.contiguous(), group=world.tp)
-    return torch.cat(shards, dim=-1)[..., :83]
-
-
 def _save_megatron(folder: Path, gpt: Any, args: Any, world: World) -> None:
     from megatron.core import dist_checkpointing
 
@@ -257,10 +251,10 @@ def _megatron_cases(root: str) -> dict[str, Any]:
         folder = Path(root, name)
         _save_megatron(folder, gpt, args, world)
         # megatron-core's own forward, [B, S, V / TP]
-        expected[name] = _gathered(gpt(batch.tokens_BS, batch.positions_BS, None), world)
+        expected[name] = gather_tp(gpt(batch.tokens_BS, batch.positions_BS, None), world)[..., :83]
         base = FrozenBase.wrap([gpt], inspect_base(folder).config, world, (0, 2))
         captures, state = run_base(base, [batch])[0]
-        logits = _gathered(base.logits(state), world)
+        logits = gather_tp(base.logits(state), world)[..., :83]
         found[f"wrapped {name}"] = float((logits.transpose(0, 1) - expected[name]).abs().max())
         found[f"wrapped captures {name}"] = tuple(captures.shape)
     try:

@@ -1,11 +1,14 @@
 import json
 
 import pytest
+import torch
 
 from megatron_spec.config import UserError
 from megatron_spec.data import chat
 from megatron_spec.data.chat import ChatEncoder
-from megatron_spec.data.conversations import Conversation, parse_conversation, read_conversations
+from megatron_spec.data.conversations import AnswerIds, Conversation, Rejections, parse_conversation, read_conversations
+from megatron_spec.data.masking import masked
+from megatron_spec.data.tokenizer import vocabulary_hash
 from tests.unit_tests.data import chat_fixtures as chats
 from tests.unit_tests.data.chat_fixtures import make_tokenizer, talk
 
@@ -79,6 +82,27 @@ def test_generation_marks_and_incremental_rendering_agree(messages):
     assert int(one.turns.max()) == sum(m["role"] == "assistant" for m in messages)
 
 
+@pytest.mark.parametrize("template", [chats.CHATML, chats.CHATML_MARKED])
+def test_an_answer_of_weight_0_is_read_but_not_supervised(template):
+    """Also one that `rejected` names: indices count all answers."""
+    whole = encode(template, SYSTEM)[1]
+    messages = [{**m, "weight": 0} if m["content"] == "yo" else m for m in SYSTEM]
+    rejected = Rejections(vocabulary_hash(make_tokenizer(template)), [[0], [1]])
+    conversation = Conversation(messages, "here", rejected=rejected)
+    sample = ChatEncoder(make_tokenizer(template)).encode(conversation)
+    assert torch.equal(sample.tokens, whole.tokens) and sample.turns.dtype == whole.turns.dtype
+    assert torch.equal(sample.turns, torch.where(whole.turns == 2, 2, 0))
+    assert sample.rejected.tolist() == [(whole.turns == n).nonzero()[n - 1].item() for n in (1, 2)]
+
+
+def test_a_template_that_marks_fewer_turns_than_answers_needs_no_weights():
+    sample = encode(chats.CHATML_MARKED, TWO)[1]
+    with pytest.raises(UserError, match="here: 3 answers, some with weight 0, but the chat template marks 2 turns"):
+        masked(Conversation([*TWO, {**TWO[1], "weight": 0}], "here"), sample)
+    with pytest.raises(UserError, match="here: no token of an answer that is trained on is left"):
+        masked(Conversation([{**m, "weight": 0} for m in TWO], "here"), sample)
+
+
 def test_prompt_ids_end_with_the_assistants_header():
     tokenizer = make_tokenizer(chats.CHATML)
     [(_, ids)] = ChatEncoder(tokenizer).prompts([Conversation(ONE[:1], "here")])
@@ -150,11 +174,11 @@ def test_unreadable_files_are_refused(tmp_path):
         list(read_conversations(path))
 
 
-def test_byte_order_mark_trailing_lines_and_prompt_files(tmp_path):
+def test_byte_order_mark_and_trailing_lines(tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + line(USER).encode() + b"\n\n\n")
-    (only,) = read_conversations(path, require_assistant=False)
-    assert only.messages == [USER] and only.where.endswith("line 1")
+    path.write_bytes(b"\xef\xbb\xbf" + line(USER, ANSWER).encode() + b"\n\n\n")
+    (only,) = read_conversations(path)
+    assert only.messages == [USER, ANSWER] and only.where.endswith("line 1")
 
 
 def test_unusable_tokenizers_and_templates_are_refused():
@@ -210,3 +234,18 @@ def test_shared_beginning():
         ("abc", "ab", 2),
     ):
         assert chat._shared(one, other) == expected
+
+
+def test_recorded_ids_of_an_answer_of_weight_0_are_not_supervised():
+    tokenizer = make_tokenizer(chats.CHATML)
+    encoder, name = ChatEncoder(tokenizer), vocabulary_hash(tokenizer)
+    ids = [[7, 8, 9], [10, 11]]
+    first = [TWO[0], {**TWO[1], "weight": 0}, *TWO[2:]]
+    for messages, answers in ((first, ids), (first, [ids[0], None])):
+        found = Conversation(messages, "here", answer_ids=AnswerIds(name, answers))
+        if answers[1] is None:
+            with pytest.raises(UserError, match="here: answer_ids has no answer that is trained on"):
+                encoder.encode_all([found])
+            continue
+        [samples] = encoder.encode_all([found])
+        assert [s.tokens[s.turns > 0].tolist() for s in samples] == [ids[1]]

@@ -9,7 +9,7 @@ from megatron_spec.config import UserError
 from megatron_spec.data import conversations, lines
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.cleaning import CleanOptions, clean
-from megatron_spec.data.conversations import parse_conversation, parse_line
+from megatron_spec.data.conversations import is_trained, parse_conversation, parse_line
 from megatron_spec.data.lines import numbered_lines
 from megatron_spec.data.loader import ConversationDataset
 from megatron_spec.generation.prompts import read_prompts
@@ -111,16 +111,38 @@ def test_invalid_lines_are_refused_in_training_and_dropped_in_preparation(record
     assert found.line is None and found.reason
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": 0.0}])
-def test_answers_that_other_tools_do_not_train_on_are_refused(tmp_path, mark):
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": 0.0}, {"weight": 0, "train": False}])
+def test_answers_that_are_not_trained_on(mark):
     record = {"messages": [*TALK, {**TALK[0], "weight": 0}, {**TALK[1], **mark}]}
-    with pytest.raises(UserError, match=f"line 3, message 3: found an answer with {next(iter(mark))} 0 or false"):
-        parse_line(json.dumps(record).encode(), "line 3")
-    assert clean(record, CleanOptions()).reason.startswith("an answer with")
+    read = parse_line(json.dumps(record).encode(), "line 3")
+    assert [is_trained(message) for message in read.messages] == [False, True, False, False]
+    line = clean(record, CleanOptions()).line
+    assert [is_trained(message) for message in line["conversations"]] == [False, True, False, False]
     assert clean(record, CleanOptions(make_prompts=True)).line["turns"] == ["hi", "hi"], "the base answers anyway"
-    record["messages"].pop()
-    assert len(parse_line(json.dumps(record).encode(), "line 3").messages) == 3
-    assert clean({"messages": [TALK[0], {**TALK[1], "weight": 1, "loss": None}]}, CleanOptions()).line
+    assert all(is_trained({**TALK[1], **kept}) for kept in ({}, {"weight": 1, "loss": None}, {"train": True}))
+
+
+@pytest.mark.parametrize(
+    ("user", "answer", "words"),
+    [
+        ({}, {"weight": 0.5}, "message 1: found weight '0.5', expected 0 or 1"),
+        ({}, {"train": "no"}, "message 1: found train 'no', expected 0 or 1"),
+        ({"weight": 1}, {}, "message 0: found weight 1 or true on a user message, expected it on answers alone"),
+        ({}, {"weight": 1, "train": False}, "message 1: found weight and train that differ, expected one of them"),
+        ({}, {"weight": 0}, "no answer that is trained on: all have weight 0: remove the line"),
+    ],
+)
+def test_weights_that_are_refused(user, answer, words):
+    record = {"messages": [{**TALK[0], **user}, {**TALK[1], **answer}]}
+    with pytest.raises(UserError, match=f"line 3.*{words}"):
+        parse_line(json.dumps(record).encode(), "line 3")
+    assert clean(record, CleanOptions()).reason
+    assert clean(record, CleanOptions(make_prompts=True)).line
+
+
+def test_an_answer_removed_with_its_place_may_leave_none_to_train_on():
+    record = {"messages": [TALK[1], TALK[0], {**TALK[1], "weight": 0}]}
+    assert clean(record, CleanOptions()).reason == "no answer that is trained on: all have weight 0"
 
 
 def test_lone_surrogates_of_prompts_are_refused_with_the_line(tmp_path):

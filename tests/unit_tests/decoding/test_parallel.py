@@ -17,7 +17,7 @@ from megatron_spec.config import ParallelConfig
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.engine import decode, two_best
 from megatron_spec.evaluation.validate import validate
-from megatron_spec.generation.parts import read_records
+from megatron_spec.generation.outputs import read_records
 from megatron_spec.generation.prompts import read_prompts
 from megatron_spec.generation.synthesize import synthesize_to_file
 from tests.unit_tests.decoding import test_every_algorithm, tiny_models

@@ -115,7 +115,8 @@ def test_typical_acceptance_by_its_definition(tiny: Any) -> None:
     """threshold min(0.09, 0.3 exp(-H)): a flat distribution accepts more, a sharp one only the likely."""
     config = DecodeConfig(temperature=0.7, typical_acceptance=True)
     sharp, flat = torch.tensor([5.0, 2.5, 0, 0, 0, 0, 0]), torch.tensor([0.3, 0.2, 0.1, 0, 0, 0, 0])
-    for logits, token in ((sharp, 0), (sharp, 1), (sharp, 2), (flat, 0), (flat, 6)):
+    uneven = torch.tensor([0.7, 0.7, 0.7, 0.7, 0.7, 0, -0.5])  # p of the last two: between both bounds, below both
+    for logits, token in ((sharp, 0), (sharp, 1), (sharp, 2), (flat, 0), (flat, 6), (uneven, 5), (uneven, 6)):
         p = (logits.double() / 0.7).softmax(-1)
         bar = min(0.09, 0.3 * float((p * p.log()).sum().exp()))
         tokens = torch.tensor([[token]])
@@ -130,6 +131,19 @@ def test_typical_acceptance_by_its_definition(tiny: Any) -> None:
     verdict = verify(flat.expand(1, 5, -1), drafted, Draws(*[torch.full((1, 3), 0.5)] * 2), config, tiny.base.world.tp)
     assert verdict.path_BP is not None and verdict.path_BP.tolist() == [[0, 2, 4]]
     assert verdict.emitted_BP[0, :2].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rule", ["chain", "tree", "rejection"])
+@pytest.mark.parametrize("valid", [True, False])
+def test_invalid_nodes_are_never_accepted(tiny: Any, rule: str, valid: bool) -> None:
+    """The base's own choice is accepted only where the node is valid; after an invalid one p itself is sampled."""
+    config = DecodeConfig(temperature=1.0, use_rejection_sampling=True) if rule == "rejection" else DecodeConfig()
+    logits = torch.tensor([3.0, 0, 0, 0, 0, 0, 0]).expand(1, 2, -1)  # p(0) = 0.77
+    tree = Tree.of(torch.tensor([[-1]]), 1) if rule == "tree" else None
+    q = torch.eye(V)[:1, None] if rule == "rejection" else None
+    drafted = Drafted(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[valid]]), tree, 1, q)
+    verdict = verify(logits, drafted, Draws(*[torch.full((1, 2), 0.5)] * 2), config, tiny.base.world.tp)
+    assert int(verdict.accepted_B) == valid and int(verdict.emitted_BP[0, 0]) == 0
 
 
 class Second(Drafter):

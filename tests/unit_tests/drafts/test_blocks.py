@@ -140,7 +140,9 @@ def test_anchors_depend_only_on_seed_and_content() -> None:
     parts = [torch.cat([x, torch.zeros_like(x[:, :3])], 1) for x in parts]
     parts[3] = torch.where(torch.arange(12) < 9, 0, -1)[None]
     torch.manual_seed(3)
-    assert torch.equal(draw(supervised_slots(Batch(*parts), 1)[0], Batch(*parts), 4)[0, :9], first[1, alone])
+    two = draw(eligible, one, 2)
+    assert torch.equal(draw(supervised_slots(Batch(*parts), 1)[0], Batch(*parts), 2)[0, :9], two[1, alone])
+    assert int(two[1, alone].sum()) == 2 < int(eligible[1, alone].sum())
     torch.manual_seed(4)
     assert not torch.equal(draw(eligible, one, 4), first)
     assert torch.equal(draw(eligible, one, 100), eligible)

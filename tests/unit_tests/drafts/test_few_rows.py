@@ -77,16 +77,25 @@ def test_equals_the_modules(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_runs_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks, and more rows than a product of few rows takes."""
+    """Hooks, modules of another kind, and more rows than a product of few rows takes."""
     draft = make("eagle3")
     slots = torch.tensor([[4, 5]])
     seen = Visibility.cached(draft.new_cache(1, 16), slots, length=16)
-    assert few_rows.suits(draft.decoder_layers, seen)
+
+    def fast() -> bool:
+        return isinstance(draft.cached_attention(seen), few_rows.FewRows)
+
+    assert fast()
     handle = draft.midlayer.mlp.register_forward_hook(lambda *_: None)
-    assert not few_rows.suits(draft.decoder_layers, seen)
+    assert not fast()
     handle.remove()
+    assert fast()
+    kind = type(draft.midlayer.mlp)
+    draft.midlayer.mlp.__class__ = type("Other", (kind,), {})
+    assert not fast()
+    draft.midlayer.mlp.__class__ = kind
     monkeypatch.setattr(few_rows, "MOST_ROWS", 1)
-    assert not few_rows.suits(draft.decoder_layers, seen)
+    assert not fast()
 
 
 @pytest.mark.parametrize(

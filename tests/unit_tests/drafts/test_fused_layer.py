@@ -87,7 +87,7 @@ def test_weight_gradients_are_added_to_main_grad(alone: Any) -> None:
 
 
 def test_what_takes_the_plain_layers(alone: Any, taken: list[int]) -> None:
-    """Fake quantisers, hooks, and inference."""
+    """Fake quantisers, hooks, modules and methods of a subclass, and inference."""
     draft, ends = made(block_config(), alone)
     fuse(draft)
     goal = presets.objective_for(draft.config, ObjectiveConfig())
@@ -98,6 +98,13 @@ def test_what_takes_the_plain_layers(alone: Any, taken: list[int]) -> None:
     draft(features(), ends, goal)
     assert seen == [1]
     hook.remove()
+    for part, name in ((draft.layers[1].mlp, "forward"), (draft, "run_layers")):
+        kind = type(part)
+        inner = getattr(kind, name)
+        part.__class__ = type("Other", (kind,), {name: lambda *a, inner=inner: seen.append(2) or inner(*a)})
+        draft(features(), ends, goal)
+        part.__class__ = kind
+    assert seen == [1, 2, 2]
     attach_quantizers(draft, QuantConfig(base="none"), "draft")
     for module in draft.modules():
         if getattr(module, "input_quantizer", None) is not None:

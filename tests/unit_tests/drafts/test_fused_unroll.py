@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrizations
 
 from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError
 from megatron_spec.config.machine import Machine
 from megatron_spec.drafts import build_draft, eagle3, fused_tape, fused_unroll
+from megatron_spec.drafts.dspark import DSparkDraft
 from megatron_spec.drafts.eagle3 import EagleDraft
+from megatron_spec.drafts.layer import GatedMLP
+from megatron_spec.drafts.linear import RMSNorm, VocabLinear
+from megatron_spec.drafts.medusa import MedusaDraft
+from megatron_spec.drafts.mtp import MtpDraft
 from megatron_spec.ops import head
 from megatron_spec.planning import unroll_memory
 from megatron_spec.planning.paths import Paths, Setting
@@ -45,7 +51,7 @@ def results(draft: EagleDraft, ends: StandInEnds, objective: ObjectiveConfig = O
     return {
         "total": losses.total.detach(),
         "loss": losses.loss_T.detach(),
-        **{n: p.grad.clone() for n, p in draft.named_parameters()},
+        **{n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None},
     }
 
 
@@ -141,6 +147,46 @@ def test_steps_of_a_subclass_and_hooks_are_not_skipped(taken: list[int]) -> None
     assert taken == [1]
 
 
+class Relu(GatedMLP):
+    """Another activation."""
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """Squared."""
+        return self.down_proj(self.gate_proj(x_SBH).relu() ** 2)  # type: ignore[no-any-return]
+
+
+class Shifted(RMSNorm):
+    """Adds one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Not a norm any more."""
+        return super().forward(x) + 1
+
+
+def change_type(module: Any, kind: type) -> None:
+    module.__class__ = kind
+
+
+CHANGES: dict[str, Any] = {
+    "another MLP": lambda d: change_type(d.midlayer.mlp, Relu),
+    "another norm": lambda d: change_type(d.midlayer.hidden_norm, Shifted),
+    "another final norm": lambda d: change_type(d.norm, Shifted),
+    "a parametrised weight": lambda d: parametrizations.weight_norm(d.midlayer.self_attn.o_proj),
+    "forward of an instance": lambda d: setattr(d.midlayer.mlp, "forward", lambda x: 2 * x),
+    "a backward hook": lambda d: d.midlayer.mlp.register_full_backward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_replaced_modules_are_not_skipped(change: str, taken: list[int]) -> None:
+    """The fused unroll reads weights alone: with another module it silently trained EAGLE-3's step."""
+    draft, ends = quantised(None)
+    CHANGES[change](draft)
+    expected = results(draft, ends)["loss"]
+    fuse(draft)
+    assert torch.equal(results(draft, ends)["loss"], expected) and not taken
+
+
 def test_fp8_of_a_subclass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its products would be in bf16 without a word."""
     config, world = eagle_config(), distributed.initialize()
@@ -157,6 +203,21 @@ def test_a_head_that_training_would_not_use_is_refused() -> None:
     with pytest.raises(TypeError, match="Scaled overrides logits, which training does not call"):
         type("Scaled", (EagleDraft,), {"logits": lambda *_: None})
     type("Whole", (EagleDraft,), {"logits": lambda *_: None, "forward": lambda *_: None})
+    for kind in (MtpDraft, MedusaDraft, DSparkDraft):
+        with pytest.raises(TypeError, match="Scaled overrides logits, which training does not call"):
+            type("Scaled", (kind,), {"logits": lambda *_: None})
+
+
+def test_modules_of_the_head_that_training_would_not_call_are_refused() -> None:
+    draft, ends = quantised(None)
+    handle = draft.lm_head.register_forward_hook(lambda *_: None)
+    with pytest.raises(UserError, match=r"found hooks on lm_head, expected .* override the draft's forward"):
+        results(draft, ends)
+    handle.remove()
+    results(draft, ends)
+    change_type(draft.lm_head, type("Capped", (VocabLinear,), {}))
+    with pytest.raises(UserError, match="found a Capped as lm_head"):
+        results(draft, ends)
 
 
 def test_cases_of_the_plain_unroll(taken: list[int]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_spec.drafts.teacher import TeacherHead
+from megatron_spec.drafts.teacher import TeacherHead, teacher_of
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.ops import plain
+from megatron_spec.planning.paths import NO_PATHS
 from megatron_spec.runtime import platform
 from tests.unit_tests.drafts.plain_eagle3 import StandInEnds
 from tests.worlds import run_world
@@ -42,6 +45,26 @@ def compare() -> list[int]:
             assert len(empty.lse_U) == len(empty.label_U) == 0
         counts.append(int(expected.in_vocab_U.sum()))
     return counts
+
+
+def heads_over_time() -> list[bool]:
+    """Whether a draft's teacher is that of the head it is given: the first one, the same again, another one."""
+    platform.activate()
+    dist.init_process_group("gloo")
+    group, vocab = dist.group.WORLD, DraftVocab(VOCABULARIES["some"], V)
+    assert group is not None
+    draft = SimpleNamespace(vocab=vocab, tp_group=group, paths=NO_PATHS, _teacher=None)
+    ends = StandInEnds(8, torch.float32, group, vocab_size=V, padding=0)
+    first = teacher_of(draft, ends)
+    same = teacher_of(draft, ends) is first
+    ends.head_weight = ends.head_weight.flip(0).contiguous()  # of a quantised base, or after a reload
+    second, state = teacher_of(draft, ends), torch.ones(3, 8)
+    found, expected = second(state, 1.0), TeacherHead(ends, vocab, group)(state, 1.0)
+    return [same, second is not first, torch.equal(found.logits_UD, expected.logits_UD)]
+
+
+def test_another_head_has_another_teacher() -> None:
+    assert run_world(1, heads_over_time) == [[True, True, True]]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -21,9 +21,10 @@ from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.config import ParallelConfig
 from megatron_spec.runtime import distributed
 from tests.support_results import same_as_committed
+from tests.unit_tests.base.tiny import gap
 from tests.unit_tests.families import families
 from tests.unit_tests.families.families import CAPTURES, LENGTH, MODELS, answers, save, tokens
-from tests.worlds import run_world
+from tests.worlds import gather_tp, run_world
 
 TOLERANCE = 1e-4
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -47,17 +48,6 @@ def has_drafts(name: str) -> bool:
     return " " not in name
 
 
-def _gather(x: Tensor, world: Any, dim: int) -> Tensor:
-    shards = [torch.empty_like(x) for _ in range(world.tp_size)]
-    torch.distributed.all_gather(shards, x.contiguous(), group=world.tp)
-    return torch.cat(shards, dim=dim)
-
-
-def _gap(found: Tensor, expected_BSX: Tensor) -> float:
-    """Difference of [S, B, X] and [B, S, X], without vocabulary padding."""
-    return float((found.transpose(0, 1)[..., : expected_BSX.shape[-1]] - expected_BSX).abs().max())
-
-
 def forward_gaps(base: Any, world: Any, expected: dict[str, Tensor]) -> dict[str, float]:
     """Largest differences of this rank's results; under EP each rank has a batch of another length."""
     from megatron_spec.base.schedule import run_base
@@ -74,10 +64,10 @@ def forward_gaps(base: Any, world: Any, expected: dict[str, Tensor]) -> dict[str
     gaps: dict[str, float] = {}
     for case, batch in batches.items():
         for captures, state in run_base(base, [batch]):
-            gaps[case] = _gap(_gather(base.logits(state), world, -1), expected[case][m, :, :length])
+            gaps[case] = gap(gather_tp(base.logits(state), world), expected[case][m, :, :length])
             if case == "logits":
-                whole = _gather(captures, world, 0) if world.parallel.sequence_parallel else captures
-                gaps["captures"] = _gap(whole, expected["captures"][m, :, :length])
+                whole = gather_tp(captures, world, 0) if world.parallel.sequence_parallel else captures
+                gaps["captures"] = gap(whole, expected["captures"][m, :, :length])
     return gaps
 
 
@@ -93,7 +83,7 @@ def decode_gap(base: Any, world: Any, expected: dict[str, Tensor]) -> float:
     def run(new: Tensor, positions: Tensor, visibility: Any) -> Tensor:
         zeros = torch.zeros_like(new, dtype=torch.int32)
         _, state = run_base_everywhere(base, Batch(new, positions, zeros, zeros), visibility)
-        return _gather(base.logits(state), world, -1).transpose(0, 1)[..., : base.vocab_size]
+        return gather_tp(base.logits(state), world).transpose(0, 1)[..., : base.vocab_size]
 
     done = 0
     for count in (7, 1, 3, 2):

@@ -18,7 +18,7 @@ from megatron_spec.data.conversations import read_conversations
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.engine import decode
 from megatron_spec.generation import synthesize as module
-from megatron_spec.generation.parts import read_records
+from megatron_spec.generation.outputs import read_records
 from megatron_spec.generation.prompts import Dialogue, Prompt
 from megatron_spec.generation.synthesize import synthesize, synthesize_to_file
 from tests.unit_tests.data.chat_fixtures import disk_of

@@ -21,15 +21,14 @@ from megatron_spec.runtime.files import (
     append_text,
     check_object,
     drop_half_line,
-    published_folder,
     read_json,
     read_object,
     replacing,
-    require_empty,
     require_space,
     write_text,
     writing,
 )
+from megatron_spec.runtime.folders import published_folder, require_empty
 from megatron_spec.runtime.temporary import FORGOTTEN, temporary_name
 
 

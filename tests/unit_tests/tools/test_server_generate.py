@@ -110,6 +110,14 @@ def test_rerun_requests_only_missing_answers_and_refuses_other_settings(prompts,
     check(output)
 
 
+@pytest.mark.parametrize("broken", ["nonsense", "[1]", '{"conversations": []}', '{"conversation_id": [1]}'])
+def test_an_output_with_other_lines_is_refused(prompts, tmp_path, broken):
+    output = tmp_path / "out.jsonl"
+    output.write_text(json.dumps({"conversation_id": "c0"}) + f"\n{broken}\n")
+    with pytest.raises(UserError, match=r"out.jsonl line 2 is not a conversation record: use another output file"):
+        ask(prompts, output, None, urls=("http://nowhere",), model="m")
+
+
 def test_other_questions_under_known_identifiers_are_refused(prompts, tmp_path):
     output, system = tmp_path / "out.jsonl", "Be brief."
     with Server() as server:
