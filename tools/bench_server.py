@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import write_json
+from megatron_spec.runtime.files import require_writable, write_json
 from megatron_spec.serving.measure import Level, Messages, Server, run_level, warm_up
 
 
@@ -116,8 +116,11 @@ def main(args: argparse.Namespace) -> None:
     """Read the prompts, measure, report. Raises UserError if a server does not answer."""
     from megatron_spec.generation.prompts import read_prompts
 
+    cli.check_urls(args.url, *filter(None, [args.compare]))
     if args.output and Path(args.output).is_dir():
         raise UserError(f"--output {args.output} is a folder, expected a file")
+    if args.output:
+        require_writable(Path(args.output).absolute().parent)  # measuring takes long
     if args.output and Path(args.output).resolve() == Path(args.data).resolve():
         raise UserError(f"--data {args.data} is the output, too: it would be overwritten")
     prompts = read_prompts(args.data, args.num_prompts)

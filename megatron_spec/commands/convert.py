@@ -40,7 +40,8 @@ from megatron_spec.planning import layouts
 from megatron_spec.planning.paths import Paths
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import read_object, require_empty
+from megatron_spec.runtime.files import read_object
+from megatron_spec.runtime.folders import require_empty
 
 log = logging.getLogger(__name__)
 

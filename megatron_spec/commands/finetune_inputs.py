@@ -30,7 +30,7 @@ from megatron_spec.features.store import manifest_file, read_manifest
 from megatron_spec.planning import layouts
 from megatron_spec.planning.paths import Paths
 from megatron_spec.runtime import platform
-from megatron_spec.runtime.files import require_empty
+from megatron_spec.runtime.folders import require_empty
 from megatron_spec.training import tracking
 from megatron_spec.training.kernels import check_kernels
 from megatron_spec.training.loop import Position

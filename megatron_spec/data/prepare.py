@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from megatron_spec.config import UserError
 from megatron_spec.data.cleaning import CleanOptions, clean, is_held_out
+from megatron_spec.data.lines import load_line
 from megatron_spec.data.sources import Piece, Source
 from megatron_spec.data.workers import ordered_map, usable_cpus
 from megatron_spec.runtime import lock
@@ -98,10 +99,7 @@ class _PieceCleaner:
 def _value(value: Any, where: str) -> Any:
     if not isinstance(value, bytes):
         return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise UserError(f"{where}: malformed JSON ({error})") from None
+    return load_line(value, where)
 
 
 class _Work:

@@ -29,7 +29,8 @@ from megatron_spec.data.conversations import parse_line
 from megatron_spec.data.lines import numbered_lines
 from megatron_spec.data.store import FORMAT, Block, StoreWriter, TokenStore, runs_of
 from megatron_spec.data.workers import ordered_map, tokeniser_threads, usable_cpus
-from megatron_spec.runtime.files import names_in, published_folder, read_json, sha256_of, write_json
+from megatron_spec.runtime.files import names_in, read_json, sha256_of, write_json
+from megatron_spec.runtime.folders import published_folder
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ def _build(job: _Job, folder: Path, about: dict[str, Any]) -> None:
     faults: Counter[str] = Counter()
     first: dict[str, int] = {}
     # `size` bytes are enough space: a token stands for several bytes of text.
-    with published_folder(folder, True, "give another --data-cache-path", size) as temporary:
+    with published_folder(folder, True, "give another --data-cache-path", size, unless="meta.json") as temporary:
         writer = StoreWriter(temporary, len(job.encoder.tokenizer))
         done = logged = tokens = 0
         try:

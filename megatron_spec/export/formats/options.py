@@ -78,7 +78,7 @@ def check_options(source: Source, raw: dict[str, Any], kind: str) -> list[Proble
     """Problems: unsupported options that change the result, and unknown keys.
 
     Args:
-        raw: config.json with nested layer descriptions at the top level (`eagle.flatten`).
+        raw: config.json with nested layer descriptions at the top level (`keys.flatten`).
         kind: 'eagle3', 'p-eagle', 'eagle1' or 'eagle-mtp'.
     """
     neutral = {key: value for key, value in NEUTRAL.items() if key not in _USED[kind]}
