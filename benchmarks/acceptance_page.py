@@ -117,8 +117,8 @@ def change(line: Line, base: Line | None) -> str:
         return text
     if not (sum(line["few_steps"]) and sum(base["few_steps"])):  # all answers have one token
         return text
-    low, high = change_ci95((line["few_tokens"], line["few_steps"]), (base["few_tokens"], base["few_steps"]))
-    return f"{text} ({low:+.3f} to {high:+.3f})"
+    found = change_ci95((line["few_tokens"], line["few_steps"]), (base["few_tokens"], base["few_steps"]))
+    return text if found is None else f"{text} ({found[0]:+.3f} to {found[1]:+.3f})"
 
 
 def _some(found: dict[str, Line], chosen: Sequence[str], base: Line | None, what: str) -> str:
