@@ -96,11 +96,11 @@ async def measure(args: argparse.Namespace, prompts: list[Messages]) -> dict[str
         found = []
         texts = []
         for name, server in zip("AB", servers, strict=False):
-            level, said = await run_level(server, prompts, concurrency)
+            level, answers = await run_level(server, prompts, concurrency)
             sys.stdout.write(row(name if args.compare else args.url, level))
             sys.stdout.flush()
             found.append(level)
-            texts.append(said)
+            texts.append(answers)
         line: dict[str, Any] = {"servers": [asdict(level) for level in found]}
         if args.compare:
             a, b = (level.tokens_per_second for level in found)

@@ -131,8 +131,8 @@ def generate(args: argparse.Namespace) -> None:
     with tqdm(unit=" conversations", mininterval=0.5 if sys.stderr.isatty() else 30) as bar:
 
         def report(totals: Totals) -> None:
-            told = f"{totals.speed:.0f} tokens/s, {totals.rejected} rejected, {totals.retries} retries"
-            bar.set_postfix_str(told, refresh=False)
+            summary = f"{totals.speed:.0f} tokens/s, {totals.rejected} rejected, {totals.retries} retries"
+            bar.set_postfix_str(summary, refresh=False)
             bar.update(totals.written + totals.rejected - bar.n)
 
         totals = generate_from_server(prompts, output, options, report)

@@ -209,7 +209,7 @@ def _count(known: dict[str, int], more: Counter[str]) -> None:
 
 def _read(sources: Sequence[Source], work: _Work, options: CleanOptions, workers: int) -> None:
     state = work.state
-    told = state["lines"]
+    logged = state["lines"]
     with ExitStack() as stack:
         lines, ids = work.open(stack)
         for number in range(state["source"], len(sources)):
@@ -225,9 +225,9 @@ def _read(sources: Sequence[Source], work: _Work, options: CleanOptions, workers
                     state["examples"].setdefault(reason, found.examples[reason])
                 state.update(place=found.place, lines=lines.tell(), ids=ids.tell(), read=state["read"] + found.read)
                 work.save()
-                if state["lines"] - told >= 2**26:
-                    told = state["lines"]
-                    log.info("%s: %d records read, %.0f MB kept", sources[number].name, state["read"], told / 2**20)
+                if state["lines"] - logged >= 2**26:
+                    logged = state["lines"]
+                    log.info("%s: %d records read, %.0f MB kept", sources[number].name, state["read"], logged / 2**20)
             state.update(source=number + 1, place=0)
             work.save()
 

@@ -93,8 +93,8 @@ def write_error(
     """
     path = final_path(path)
     for cause in _causes(error):
-        said = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors
-        number = cause.errno if isinstance(cause, OSError) else int(said[1]) if said else None
+        code = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors
+        number = cause.errno if isinstance(cause, OSError) else int(code[1]) if code else None
         if number == errno.EFBIG or "file too large" in str(cause).lower():
             limit = "larger than a file may be here (see ulimit -f)"
             return UserError(f"{path} cannot be written: {limit}: {hint or 'raise the limit'}")
@@ -117,10 +117,10 @@ def writing(path: Path | str, size: int | None = None, hint: str = "") -> Iterat
     except BaseException as e:
         if not isinstance(e, Exception) and not hasattr(e, "failures"):  # CheckpointException is a BaseException
             raise
-        told = write_error(path, e, size, hint)
-        if told is None:
+        error = write_error(path, e, size, hint)
+        if error is None:
             raise
-        raise told from e
+        raise error from e
 
 
 def rename(source: Path | str, target: Path | str) -> None:
