@@ -123,7 +123,7 @@ def _measure(
     for measured in report.runs:
         _log_run(measured, report)
     if report.first.text_identical is False and models.fake_quantised and not run.fp64:
-        log.info("an fp8 base rounds inputs differently for other numbers of rows; --fp64 compares texts without this")
+        log.info("an fp8 base rounds inputs differently in batches of other sizes; --fp64 compares texts without this")
     return report
 
 

@@ -125,9 +125,9 @@ def _messages(record: dict[str, Any], repairs: Counter[str]) -> list[Any]:
         raise BadConversation("", f"no messages or conversations, only the keys {', '.join(record)[:80] or '(none)'}")
     if not messages:
         raise BadConversation("", "no messages")
-    told = [m for m in messages if not _is_empty_system(m)]
-    repairs["empty system turn removed"] += len(messages) - len(told)
-    return told
+    kept = [m for m in messages if not _is_empty_system(m)]
+    repairs["empty system turn removed"] += len(messages) - len(kept)
+    return kept
 
 
 def _pair(record: dict[str, Any]) -> list[Any]:
@@ -145,8 +145,8 @@ def _pair(record: dict[str, Any]) -> list[Any]:
         raise BadConversation("", "history that is not a list of questions and answers")
     roles = ("user", "assistant")
     before = [{"role": r, "content": text} for pair in history for r, text in zip(roles, pair, strict=True)]
-    said = [] if answer is None else [{"role": "assistant", "content": answer}]
-    return [*before, {"role": "user", "content": asked}, *said]
+    answered = [] if answer is None else [{"role": "assistant", "content": answer}]
+    return [*before, {"role": "user", "content": asked}, *answered]
 
 
 def _role(message: Any) -> Any:

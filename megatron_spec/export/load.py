@@ -41,7 +41,8 @@ _ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
 """ModelOpt's names of the supported quantisation algorithms."""
 _SCALES = ("_scale", "_scale_inv", "_scale_2")
 _EMBEDDING_ROWS = 8192
-"""Embedding rows compared at a time."""
+"""Rows compared at a time."""
+_SAID = {"embed_tokens": "embedding", "lm_head": "LM head"}
 
 
 class ExportedScale(nn.Module):
@@ -104,7 +105,9 @@ class StoredTensors:
 
 
 def open_draft(folder: Path | str, reference: BaseReference) -> Reading:
-    """Open the draft in a folder of any known format, for its base. Reads tensor names, and the embedding if present.
+    """Open the draft in a folder of any known format, for its base.
+
+    Reads tensor names, and compares an embedding and an LM head that are copies of the target's.
 
     Raises UserError for a folder that is not a draft, that cannot be read completely, or that does not fit the base.
     """
@@ -112,26 +115,27 @@ def open_draft(folder: Path | str, reference: BaseReference) -> Reading:
     stored = reading.names.get("embed_tokens.weight")
     config = reading.config
     if config.own_embed_tokens and stored is not None:
-        if _is_embedding_of(reading, stored, reference):
+        if _is_target(reading, stored, "embed_tokens", reference):
             reading.without_embedding("the target's embedding")
         return reading
-    spare = [name for name, why in reading.unused.items() if "target's embedding" in why]
-    if spare and reference.kind == "hf" and not _is_embedding_of(reading, spare[0], reference):
-        raise UserError(
-            f"{folder}: {spare[0]} is not the target's embedding, which engines use for a draft of this kind: use the "
-            "target that the draft was trained for"
-        )
+    for stored, name in reading.copies.items():
+        if reference.kind == "hf" and not _is_target(reading, stored, name, reference):
+            raise UserError(
+                f"{folder}: {stored} is not the target's {_SAID[name]}, which engines use for a draft of this kind: "
+                "use the target that the draft was trained for"
+            )
     return reading
 
 
-def _is_embedding_of(reading: Reading, stored: str, reference: BaseReference) -> bool:
-    """True when the tensor is the base's embedding, up to rounding to its dtype."""
-    name = "model.embed_tokens.weight"
+def _is_target(reading: Reading, stored: str, name: str, reference: BaseReference) -> bool:
+    """True when the tensor is the base's 'embed_tokens' or 'lm_head', up to rounding to its dtype."""
     if reference.kind != "hf":
         return False
     mine = StoredTensors(reading).stored(stored)
     with HuggingFaceWeights(Path(reference.path)) as weights:
-        if name not in weights.names:
+        tied = name == "lm_head" and "lm_head.weight" not in weights.names
+        name = "lm_head.weight" if name == "lm_head" and not tied else "model.embed_tokens.weight"
+        if name not in weights.names or weights.shape(name) != tuple(mine.shape):
             return False
         for start in range(0, len(mine), _EMBEDDING_ROWS):
             stop = min(start + _EMBEDDING_ROWS, len(mine))

@@ -15,9 +15,11 @@ from megatron_spec.export.base_rows import KEY, base_rows, changed, is_target
 from megatron_spec.export.check import block, eagle3, others
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.formats import DraftProblems, Reading, Source, open_source, read_draft
+from megatron_spec.export.formats.block_forms import algorithm_of
 from megatron_spec.export.native_mtp import is_own_module
 from megatron_spec.export.tensor_files import Entry
-from megatron_spec.runtime.files import read_object
+from megatron_spec.families import draft_kind
+from megatron_spec.runtime.files import model_json, read_object
 from megatron_spec.runtime.hub import is_hub_name, model_folder
 
 __all__ = ["Engine", "Finding", "check_folder", "kind_of", "refusals"]
@@ -46,7 +48,7 @@ _LOADED_BY: dict[str, tuple[tuple[Engine, ...], str]] = {
 }
 """Kind -> (engines that load it, what to do for other engines); every engine loads kinds that are not listed."""
 _CONFIG_RULES: dict[str, Callable[[Folder], Iterator[Finding]]] = {
-    "EAGLE-3": eagle3.served_by_some, "speculators": eagle3.served_by_some, "DFlash": block.served,
+    "EAGLE-3": eagle3.served_by_some, "speculators": others.speculators_served, "DFlash": block.served,
     "DSpark": block.served,
 }  # fmt: skip
 """Rules that need nothing but config.json."""
@@ -59,18 +61,10 @@ def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
         return "TensorRT-LLM legacy"
     if "speculators_model_type" in config:
         return "speculators"
-    for part, kind in (
-        ("Eagle3", "EAGLE-3"),
-        ("PEagle", "EAGLE-3"),
-        ("Peagle", "EAGLE-3"),
-        ("LlamaForCausalLMEagle", "EAGLE-1"),
-        ("DFlash", "DFlash"),
-        ("DSpark", "DSpark"),
-        ("Medusa", "Medusa"),
-        ("MTP", "MTP"),
-    ):
-        if part in names:
-            return kind
+    if (algorithm := algorithm_of(config)) is not None:
+        return {"dflash": "DFlash", "dspark": "DSpark"}[algorithm]
+    if kind := draft_kind(names):
+        return kind
     if config.get("model_type") == "medusa" or any(n.split(".")[0].isdigit() for n in tensors):
         return "Medusa"
     if is_own_module(config) and "model.embed_tokens.weight" not in tensors and tensors:
@@ -128,6 +122,19 @@ def _rules(kind: str, folder: Folder, unreadable: bool) -> Iterator[Finding]:
     except (KeyError, TypeError, AttributeError, ValueError):
         if not unreadable:
             raise
+
+
+def _other_copies(reading: Reading | None, target: dict[str, str]) -> Iterator[Finding]:
+    """An embedding or LM head of the draft that engines replace by the target's."""
+    if reading is None:
+        return
+    for stored, name in reading.copies.items():
+        theirs = target.get(name, target.get("embed_tokens"))  # the LM head may be tied
+        if is_target(reading.source.entries[stored], theirs) is False:
+            yield Finding(
+                "copies", f"{stored} is not the target's, which SGLang and TensorRT-LLM use instead, and vLLM for some "
+                "drafts", "use the target that the draft was trained for",
+            )  # fmt: skip
 
 
 def _embedding_compared(reading: Reading | None, target: str | None) -> bool:
@@ -190,13 +197,14 @@ def check_folder(path: Path | str, engine: Engine | None = None, base: Path | st
     path = model_folder(path)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
-    base_json = read_object(model_folder(base, weights=False) / "config.json") if base is not None else None
+    base_json = model_json(model_folder(base, weights=False)) if base is not None else None
     source = open_source(path)
     kind = kind_of(source.raw, source.entries)
     problems, reading = _read(source, kind, base_json)
     rows = {} if base is None else base_rows(model_folder(base, weights=False))
     recorded = _recorded_rows(path)
     compared = _embedding_compared(reading, (rows or recorded).get("embed_tokens"))
+    problems += _other_copies(reading, rows or recorded)
     folder = Folder(path, read_object(path / "config.json"), source.entries, base_json, reading, compared)
     if kind != "target":
         problems += list(_same_base(recorded, rows))

@@ -4,23 +4,52 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 from megatron_spec.config import BlockConfig, UserError
 from megatron_spec.export.block import unserved
-from megatron_spec.export.check.finding import Engine, Finding, Folder
+from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.check.shared import check_fp8, check_rope, check_target
 from megatron_spec.export.formats.block import config_of
+from megatron_spec.export.formats.block_forms import plain_form, tensor_name
 
 
 def check(folder: Folder) -> Iterator[Finding]:
     """Check all rules; most need a readable folder."""
-    for rule in (_names, _precision, served, _mask_token, _target_layers, check_rope, check_fp8, check_target):
-        yield from rule(folder)
+    yield from _names(folder)
+    yield from _form(folder)
+    for rule in (_precision, served, _mask_token, _target_layers, check_rope, check_fp8, check_target):
+        yield from rule(_plain(folder))
+
+
+def check_speculators(folder: Folder) -> Iterator[Finding]:
+    """A folder of speculators, which vLLM alone loads."""
+    yield from speculators_served(folder)
+    for rule in (_mask_token, _target_layers, check_target):
+        yield from rule(_plain(folder))
+
+
+def _plain(folder: Folder) -> Folder:
+    """The folder in the form of z-lab; as it is if its config.json cannot be read."""
+    try:
+        config = plain_form(folder.config)
+    except UserError:
+        return folder
+    return replace(folder, config=config, tensors={tensor_name(n): e for n, e in folder.tensors.items()})
 
 
 def _block(folder: Folder) -> BlockConfig | None:
     return cast(BlockConfig, folder.reading.config) if folder.reading is not None else None
+
+
+def _draft(folder: Folder) -> BlockConfig | None:
+    """The draft as read, or as config.json alone describes it."""
+    config = _block(folder)
+    if config is None:
+        with contextlib.suppress(UserError):
+            config = config_of(folder.config)
+    return config
 
 
 def _names(folder: Folder) -> Iterator[Finding]:
@@ -34,6 +63,21 @@ def _names(folder: Folder) -> Iterator[Finding]:
             "model_type", f"model_type is {folder.config.get('model_type')!r}: engines build the layers of Qwen 3",
             'write "model_type": "qwen3"',
         )  # fmt: skip
+
+
+def _form(folder: Folder) -> Iterator[Finding]:
+    """DSpark's heads as SpecForge and ModelOpt write them: vLLM does not start, and SGLang drops ModelOpt's."""
+    plain = _plain(folder)
+    keys = sorted(k for k in plain.config if k not in folder.config)
+    names = sorted(n for n in folder.tensors if tensor_name(n) != n)
+    other = folder.config.get("architectures") != plain.config.get("architectures")
+    if other or keys or names:
+        found = [f"config.json lacks {', '.join(keys)} at its top level"] if keys else []
+        found += [f"architectures is {folder.config.get('architectures')}"] if other else []
+        found += [f"{', '.join(names[:4])} ({len(names)}) have other names than engines read"] if names else []
+        yield Finding(
+            "form", "; ".join(found), "rewrite the folder with tools/check_export.py --fix", ALL if names else ("vllm",)
+        )
 
 
 def _precision(folder: Folder) -> Iterator[Finding]:
@@ -51,14 +95,31 @@ def _precision(folder: Folder) -> Iterator[Finding]:
 
 def served(folder: Folder) -> Iterator[Finding]:
     """Masks and heads that an engine does not compute. Needs no tensors."""
-    config = _block(folder)
-    if config is None:
-        with contextlib.suppress(UserError):
-            config = config_of(folder.config)
-    for engine, why in unserved(config, folder.config).items() if config is not None else ():
+    config = _draft(folder)
+    for engine, why in unserved(config, _plain(folder).config).items() if config is not None else ():
         yield Finding(
             "served", f"{engine} does not compute this draft: {why}", "serve it with another engine, or train it the "
             "way this engine computes it", (cast(Engine, engine),),
+        )  # fmt: skip
+
+
+def speculators_served(folder: Folder) -> Iterator[Finding]:
+    """Masks and heads of a folder of speculators that vLLM does not compute. Needs no tensors.
+
+    vLLM 0.32.0 makes all layers of a DFlash draft causal, or none, by a key that speculators trains windows alone
+    with; for DSpark it looks at `layer_types` only.
+    """
+    yield from served(folder)
+    config, raw = _draft(folder), folder.config
+    if config is None:
+        return
+    windowed = config.sliding_window is not None
+    computed = windowed if config.has_markov_head else not raw.get("sliding_window_non_causal", True)
+    if computed != config.causal:
+        seen = {True: "the earlier slots alone", False: "the complete block"}
+        yield Finding(
+            "causal", f"in this form vLLM lets a slot see {seen[computed]}, but the draft was trained on "
+            f"{seen[config.causal]}", "rewrite the folder with tools/check_export.py --fix", ("vllm",),
         )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.export import layout
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.check.shared import check_biases, check_embedding, check_fp8, check_rope, check_target
-from megatron_spec.export.formats.eagle import CAPTURE_KEY, flatten
+from megatron_spec.export.formats.eagle import CAPTURE_KEY
+from megatron_spec.export.formats.keys import flatten
 from megatron_spec.export.formats.options import PARALLEL_KEYS, draft_window
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", *layout.QK_NORM_ARCHITECTURES)

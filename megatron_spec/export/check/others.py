@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_spec.export import layout, native_mtp
+from megatron_spec.export.block import ARCHITECTURES
+from megatron_spec.export.check import block
 from megatron_spec.export.check.eagle3 import served_by_some
 from megatron_spec.export.check.finding import Finding, Folder
 from megatron_spec.export.check.shared import check_biases, check_fp8, check_rope, check_target
-from megatron_spec.export.formats.eagle import flatten
+from megatron_spec.export.formats.keys import flatten
 from megatron_spec.export.tensor_files import read_entries
 
 
@@ -93,10 +95,13 @@ def check_medusa(folder: Folder) -> Iterator[Finding]:
 
 
 def check_speculators(folder: Folder) -> Iterator[Finding]:
-    """EAGLE-3 and P-EAGLE in the format of the speculators library."""
+    """Drafts in the format of the speculators library."""
     config, kind = folder.config, folder.config.get("speculators_model_type")
+    if kind in ARCHITECTURES:
+        yield from block.check_speculators(folder)
+        return
     if kind not in ("eagle3", "peagle"):
-        found = f"speculators_model_type is {kind!r}: only eagle3 and peagle are checked here"
+        found = f"speculators_model_type is {kind!r}: only eagle3, peagle, dflash and dspark are checked here"
         yield Finding("speculators", found, "-", warning=True)
         return
     yield from _require(config, ("draft_vocab_size", "transformer_layer_config", "speculators_config", "architectures"))
@@ -111,6 +116,12 @@ def check_speculators(folder: Folder) -> Iterator[Finding]:
         yield Finding("midlayer", "the first layer is called midlayer", "rename midlayer.* to layers.0.*")
     yield from served_by_some(folder)
     yield from check_target(replace(folder, config=flatten(config)))
+
+
+def speculators_served(folder: Folder) -> Iterator[Finding]:
+    """Options that vLLM, which alone loads this format, does not compute. Needs no tensors."""
+    kind = folder.config.get("speculators_model_type")
+    yield from (block.speculators_served if kind in ARCHITECTURES else served_by_some)(folder)
 
 
 # ---- TensorRT-LLM, legacy

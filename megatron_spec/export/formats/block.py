@@ -1,13 +1,15 @@
-"""DFlash and DSpark drafts of z-lab, DeepSpec, SpecForge and ModelOpt. No torch."""
+"""DFlash and DSpark drafts of z-lab, DeepSpec, SpecForge, speculators and ModelOpt. No torch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_spec.config import BaseConfig, BlockConfig, UserError
 from megatron_spec.config.rope import read_rope
 from megatron_spec.config.structure import draft_tensors
-from megatron_spec.export.block import ARCHITECTURES, SAME
+from megatron_spec.export.block import SAME
+from megatron_spec.export.formats.block_forms import algorithm_of, plain_form, tensor_name
 from megatron_spec.export.formats.keys import LAYER, check_keys, other_layers
 from megatron_spec.export.formats.reading import (
     DraftProblems,
@@ -19,17 +21,18 @@ from megatron_spec.export.formats.reading import (
 )
 
 _REASONS = {
-    "lm_head": "this draft uses the target's LM head; a head of its own is not supported",
     "d2t": "a reduced draft vocabulary is not supported in a block draft",
     "bias": "biases are not supported in a block draft",
 }
 
+_OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")
+"""Copies of the target's in files of speculators."""
 _IN_BLOCK = {"block_size", "num_target_layers"}
 """Keys that newer z-lab files keep in `dflash_config`."""
 _IDS = {"mask_token_id", "target_layer_ids"}
 _USED = LAYER | _IN_BLOCK | _IDS | {
     "dflash_config", "add_swa_attention_sink_bias", "is_causal", "is_neox_style", "rope_is_neox_style",
-    "sample_from_anchor",
+    "sample_from_anchor", "target_hidden_size",
 }  # fmt: skip
 _USED_DSPARK = {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 _USED_INSIDE = _IN_BLOCK | _IDS | {
@@ -42,7 +45,7 @@ class Block:
     """Reader of DFlash and DSpark: one stack of Qwen3 layers over a context of captures."""
 
     def matches(self, source: Source) -> bool:
-        """By `architectures`."""
+        """By `architectures`, or `speculators_model_type`."""
         return algorithm_of(source.raw) is not None
 
     def read(self, source: Source, base: BaseConfig | None) -> Reading:
@@ -50,6 +53,10 @@ class Block:
         if not isinstance(source.raw.get("dflash_config") or {}, dict):
             found = f"dflash_config is {source.raw['dflash_config']!r}"
             raise source.problem("config", found, "expected an object")
+        try:
+            source = replace(source, raw=plain_form(source.raw, base.num_layers if base is not None else None))
+        except UserError as e:
+            raise source.problem("config", f"config.json: {e}", "correct it") from None
         problems = _options(source.raw) + _unknown(source)
         if (source.folder / "mask_embedding.pt").is_file():
             found = "mask_embedding.pt holds an embedding of the mask token, which vLLM puts in place of the target's"
@@ -60,12 +67,15 @@ class Block:
             config = config_of(source.raw)
         except UserError as e:
             raise source.problem("config", f"config.json: {e}", "correct it") from None
-        plain = {name.removeprefix("model."): name for name in source.entries}
+        plain = {tensor_name(name): name for name in source.entries}
         names: dict[str, str | None] = {n: plain[n] for n in draft_tensors(config) if n in plain}
         unused = meaningless(source.entries)
-        if "embed_tokens.weight" in plain:
-            unused[plain["embed_tokens.weight"]] = "engines use the target's embedding"
-        return checked(Reading(source, config, names, unused), base, _REASONS)
+        unused |= {plain[n]: "only trains on the target's" for n in _OF_TRAINING if n in plain}
+        reading = Reading(source, config, names, unused)
+        for name in ("embed_tokens", "lm_head"):
+            if f"{name}.weight" in plain:
+                reading.copy_of(name, plain[f"{name}.weight"])
+        return checked(reading, base, _REASONS)
 
 
 def _unknown(source: Source) -> list[Problem]:
@@ -75,14 +85,9 @@ def _unknown(source: Source) -> list[Problem]:
     return check_keys(source, source.raw, used) + check_keys(source, inside, _USED_INSIDE, "dflash_config.")
 
 
-def algorithm_of(raw: dict[str, Any]) -> str | None:
-    """'dflash' or 'dspark' from the `architectures` of a config.json; None for other drafts."""
-    found = raw.get("architectures")
-    return next((name for name, names in ARCHITECTURES.items() if names == found), None)
-
-
 def config_of(raw: dict[str, Any]) -> BlockConfig:
-    """The architecture described by a config.json. Raises UserError for missing or contradictory keys."""
+    """The architecture described by a config.json of any form. Raises UserError for missing or contradictory keys."""
+    raw = plain_form(raw)
     inside = dict(raw.get("dflash_config") or {})
     values: dict[str, Any] = {"algorithm": algorithm_of(raw)}
     names = {key: key for key in SAME} | {"target_layer_ids": "capture_layer_ids", "mask_token_id": "mask_token_id"}
@@ -119,7 +124,14 @@ def _options(raw: dict[str, Any]) -> list[Problem]:
     asked = {
         "biases": bool(raw.get("attention_bias") or raw.get("mlp_bias")),
         "attention sinks": bool(inside.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias")),
-        "a reduced draft vocabulary": raw.get("draft_vocab_size", raw.get("vocab_size")) != raw.get("vocab_size"),
+        f"a draft vocabulary of {raw.get('draft_vocab_size')} of {raw.get('vocab_size')} tokens": raw.get(
+            "draft_vocab_size", raw.get("vocab_size")
+        )
+        != raw.get("vocab_size"),
+        f"a target_hidden_size of {raw.get('target_hidden_size')}": raw.get(
+            "target_hidden_size", raw.get("hidden_size")
+        )
+        != raw.get("hidden_size"),
         "sliding and full attention in one draft": len(set(raw.get("layer_types") or ())) > 1,
         "a window without its size": _attention(raw, inside)[1] is None
         and ("sliding_attention" in (raw.get("layer_types") or ()) or bool(inside.get("use_swa"))),
@@ -131,7 +143,11 @@ def _options(raw: dict[str, Any]) -> list[Problem]:
         in (raw.get("sample_from_anchor"), inside.get("sample_from_anchor")),
         "DSpark without a confidence head": kind == "dspark" and not raw.get("enable_confidence_head", False),
         f"projector_type {inside.get('projector_type')!r}": inside.get("projector_type", kind) != kind,
-        f"attention_mode {inside.get('attention_mode')!r}": inside.get("attention_mode", "gqa") != "gqa",
+        f"attention_mode {inside.get('attention_mode')!r}": inside.get("attention_mode", "gqa")
+        not in (
+            "gqa",
+            "mha",
+        ),
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
         "no rms_norm_eps or hidden_act": not {"rms_norm_eps", "hidden_act"} <= raw.keys(),
     }

@@ -13,6 +13,7 @@ from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.config.rope import read_rope
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export import native_mtp
+from megatron_spec.export.formats.keys import flatten
 from megatron_spec.export.formats.options import MASK_TOKEN_KEYS, PARALLEL_KEYS, check_options, draft_window
 from megatron_spec.export.formats.reading import (
     Problem,
@@ -43,14 +44,6 @@ _REASONS = {
     "medusa": "parallel draft heads are not supported: export the draft without them",
     "sinks": "attention sinks in a draft are not supported",
 }
-
-
-def flatten(raw: dict[str, Any]) -> dict[str, Any]:
-    """config.json with nested model descriptions (speculators' layer, vLLM's old `model`) moved to the top level."""
-    layer = raw.get("transformer_layer_config") or raw.get("model")
-    if not isinstance(layer, dict):
-        return raw
-    return {**{key: value for key, value in layer.items() if value is not None}, **raw}
 
 
 def _nested(raw: dict[str, Any], key: str) -> Any:
@@ -150,7 +143,8 @@ class _Folder:
         kind = str(source.raw.get("speculators_model_type", "eagle3"))
         if kind not in ("eagle", "eagle3", "peagle"):
             raise UserError(
-                f"{source.folder}: speculators_model_type {kind!r} is not supported: expected eagle, eagle3 or peagle"
+                f"{source.folder}: speculators_model_type {kind!r} is not supported: expected eagle, eagle3, "
+                "peagle, dflash or dspark"
             )
         self.kind = self._kind()
         marks = [key for key in PARALLEL_KEYS if self.raw.get(key) not in (None, False)]
@@ -255,6 +249,8 @@ class _Folder:
         kind = "p-eagle" if self.parallel else self.kind
         self.problems += check_options(self.source, self.raw, kind)
         reading = Reading(self.source, config, self._names(config), self.unused)
+        if not config.reads_captures and "embed_tokens.weight" in self.found:
+            reading.copy_of("embed_tokens", self.found["embed_tokens.weight"])
         self._vocabulary(reading)
         reasons = {} if config.reads_captures else _REASONS
         reasons = reasons or {
@@ -290,8 +286,6 @@ class _Folder:
         for stored in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight"):
             if stored in self.found:
                 self.unused[self.found[stored]] = "follows from d2t" if stored == "t2d" else "a copy of the target's"
-        if not config.reads_captures and "embed_tokens.weight" in self.found:
-            self.unused[self.found["embed_tokens.weight"]] = "engines use the target's embedding"
         return names
 
     def _fold_twin_norms(self, config: EagleConfig) -> None:

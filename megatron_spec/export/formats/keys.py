@@ -22,10 +22,11 @@ HARMLESS: dict[str, frozenset[str]] = {
     "describes the file or the program that wrote it": frozenset({
         "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "_diffusers_version",
         "architectures", "auto_map", "base_model_name_or_path", "base_model_type", "converted_from", "custom_pipelines",
-        "dtype", "finetuning_task", "inference_model_type", "model_name", "model_type", "name_or_path", "producer",
-        "quant_method", "run_name", "speculators_config", "speculators_model_type", "speculators_version",
-        "target_model_name_or_path", "target_model_type", "task_specific_params", "torch_dtype", "torchscript",
-        "transformers.js_config", "transformers_version", "unsloth_version", "unsloth_fixed", "verifier", "version",
+        "dtype", "finetuning_task", "flex_attention_backend", "inference_model_type", "model_name", "model_type",
+        "name_or_path", "producer", "quant_method", "run_name", "speculators_config", "speculators_model_type",
+        "speculators_version", "target_model_name_or_path", "target_model_type", "task_specific_params", "torch_dtype",
+        "torchscript", "transformers.js_config", "transformers_version", "unsloth_version", "unsloth_fixed", "verifier",
+        "version",
     }),
     "an old setting of transformers that no draft reads": frozenset({
         "add_cross_attention", "chunk_size_feed_forward", "cross_attention_hidden_size", "id2label", "is_decoder",
@@ -75,7 +76,7 @@ LAYER = ROPE | {
 }  # fmt: skip
 """Keys of the transformer layers, which every format except Medusa's reads or refuses."""
 CONTAINERS = ("transformer_layer_config", "model")
-"""Objects whose keys `eagle.flatten` moves to the top level."""
+"""Objects whose keys `flatten` moves to the top level."""
 _OPTION = re.compile(
     "act|alpha|anchor|atten|attn|aux|bias|block|cap|causal|clip|conv|d2t|dim|draft|eagle|embed|expert|fc|feature|flash|"
     "fus|gate|group|head|hidden|kernel|layer|logit|mask|markov|medusa|mix|mlp|mtp|multiplier|norm|num_|parallel|"
@@ -83,6 +84,14 @@ _OPTION = re.compile(
     "token_id|vocab|width|window"
 )
 """Part of the name of keys that may change what a draft computes."""
+
+
+def flatten(raw: dict[str, Any]) -> dict[str, Any]:
+    """config.json with nested model descriptions (speculators' layer, vLLM's old `model`) moved to the top level."""
+    layer = next((raw[key] for key in CONTAINERS if raw.get(key)), None)
+    if not isinstance(layer, dict):
+        return raw
+    return {**{key: value for key, value in layer.items() if value is not None}, **raw}
 
 
 def check_types(source: Source) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from megatron_spec.checkpoint.spec import is_draft_checkpoint
 from megatron_spec.config import BaseConfig, DraftConfig, EagleConfig, UserError
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export.tensor_files import Entry, read_entries
-from megatron_spec.runtime.files import read_object
+from megatron_spec.runtime.files import model_json
 
 SCALES = ("weight_scale", "input_scale", "weight_scale_2")
 """Tensors of a quantised linear."""
@@ -46,6 +47,12 @@ class DraftProblems(UserError):
         super().__init__(f"{folder}: " + "; ".join(f"{p.found} ({p.fix})" for p in problems[:4]))
 
 
+def refuse_checkpoint(folder: Path) -> None:
+    """Raise UserError for a draft checkpoint of this package, where an exported draft is expected."""
+    if is_draft_checkpoint(folder):
+        raise UserError(f"{folder} is a draft checkpoint, expected an exported draft: run export.py --load {folder}")
+
+
 @dataclass
 class Source:
     """A folder on disk: its config.json without nulls, and its tensors by name."""
@@ -61,7 +68,8 @@ class Source:
             raise UserError(f"{folder}: no such folder")
         if not (folder / "config.json").is_file() and (folder / "draft" / "config.json").is_file():
             raise UserError(f"{folder} is a folder of export.py with the draft in it: give {folder / 'draft'}")
-        raw = read_object(folder / "config.json")
+        refuse_checkpoint(folder)
+        raw = model_json(folder)
         if not isinstance(raw, dict):
             raise UserError(f"{folder / 'config.json'}: expected a JSON object, found {type(raw).__name__}")
         names = raw.get("architectures") or []
@@ -89,6 +97,7 @@ class Reading:
         names: name of a parameter (as in the draft's module) -> name of its tensor in the folder; None: zeros.
         unused: tensors without effect on the draft -> reason.
         d2t: name of the vocabulary map in the folder, or None.
+        copies: tensors that must be the target's, which engines use -> 'embed_tokens' or 'lm_head'.
     """
 
     source: Source
@@ -96,6 +105,7 @@ class Reading:
     names: dict[str, str | None]
     unused: dict[str, str] = field(default_factory=dict)
     d2t: str | None = None
+    copies: dict[str, str] = field(default_factory=dict)
 
     @property
     def target_ids(self) -> list[int] | None:
@@ -114,6 +124,11 @@ class Reading:
             if entry is not None and entry.dtype in _CODES:
                 found[name.removesuffix(".weight")] = stored.removesuffix(".weight")
         return found
+
+    def copy_of(self, name: str, stored: str) -> None:
+        """Mark a tensor as a copy of the target's 'embed_tokens' or 'lm_head'."""
+        self.copies[stored] = name
+        self.unused[stored] = f"engines use the target's {name}"
 
     def without_embedding(self, why: str) -> None:
         """Mark the embedding in the folder as the target's: the draft has none of its own."""

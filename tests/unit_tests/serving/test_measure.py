@@ -140,11 +140,14 @@ def test_bad_flags_are_refused_before_any_request(servers: list[Any], tmp_path: 
     for flags, words in (
         (["--output", str(data)], "is the output, too"),
         (["--output", str(tmp_path)], "is a folder"),
+        (["--output", str(data / "report.json")], "cannot be written"),
         (["--temperature", "-1"], "expected a number from 0"),
         (["--temperature", "nan"], "expected a number from 0"),
     ):
         with pytest.raises(UserError, match=words):
             run("--url", url(servers[0]), "--data", str(data), *flags)
+    with pytest.raises(UserError, match="localhost:8000: expected the URL of a server"):
+        run("--url", "localhost:8000", "--data", str(data))
     assert servers[0].requests == []
 
 
