@@ -21,7 +21,8 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import require_writable, write_json
+from megatron_spec.runtime.files import write_json
+from megatron_spec.runtime.folders import require_writable
 from megatron_spec.serving.measure import Level, Messages, Server, run_level, warm_up
 
 
