@@ -136,9 +136,9 @@ def _messages(record: dict[str, Any], repairs: Counter[str]) -> list[Any]:
         raise BadConversation("", f"no messages or conversations, only the keys {', '.join(record)[:80] or '(none)'}")
     if not messages:
         raise BadConversation("", "no messages")
-    told = [m for m in messages if not _is_empty_system(m)]
-    repairs["empty system turn removed"] += len(messages) - len(told)
-    return told
+    kept = [m for m in messages if not _is_empty_system(m)]
+    repairs["empty system turn removed"] += len(messages) - len(kept)
+    return kept
 
 
 def _pair(record: dict[str, Any]) -> list[Any]:

@@ -239,10 +239,10 @@ def _with_system(messages: list[dict[str, Any]], system: Any, where: str) -> lis
     """`messages` preceded by the text of a `system` key, unless they already contain it."""
     if system is None or (isinstance(system, str) and not system.strip()):
         return messages
-    told = parse_message({"role": "system", "content": system}, f"{where}, system")
+    system_turn = parse_message({"role": "system", "content": system}, f"{where}, system")
     if messages[0]["role"] != "system":
-        return [told, *messages]
-    if messages[0]["content"].strip() != told["content"].strip():
+        return [system_turn, *messages]
+    if messages[0]["content"].strip() != system_turn["content"].strip():
         problem = "a system text that differs from the system message"
         raise BadConversation(f"{where}: found {problem}: keep one of them", problem)
     return messages

@@ -346,6 +346,9 @@ def test_unreadable_input_is_refused(tmp_path):
         source.write_text(text)
         with pytest.raises(UserError, match=words):
             run(source, "--output", out)
+    source.write_bytes('{"messages": []}\n'.encode("utf-16"))
+    with pytest.raises(UserError, match=r"line 1: not UTF-8 .*: convert the file"):
+        run(source, "--output", out)
     with pytest.raises(UserError, match=r"does not exist"):
         run(tmp_path / "absent", "--output", out)
     cut = tmp_path / "b.jsonl.gz"
