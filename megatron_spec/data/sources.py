@@ -246,8 +246,8 @@ def _split_folder(path: Path, split: str) -> Path:
 def _saved_files(path: Path) -> list[Path]:
     """The Arrow files of `Dataset.save_to_disk`, in their order."""
     listed = read_object(path / "state.json").get("_data_files")
-    names = [entry.get("filename") for entry in listed or [] if isinstance(entry, dict)]
-    if not names or not all(isinstance(name, str) and (path / name).is_file() for name in names):
+    names = [str(entry.get("filename")) for entry in listed or [] if isinstance(entry, dict)]
+    if not names or not all((path / name).is_file() for name in names):
         raise UserError(f"{path}: state.json names {names}, which are not all there: save the dataset again")
     return [path / name for name in names]
 
