@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_spec import cli
 from megatron_spec.commands.runs import ChatText
 from megatron_spec.config import UserError
-from megatron_spec.runtime import files
+from megatron_spec.runtime import files, folders
 
 if TYPE_CHECKING:
     from megatron_spec.drafts.vocab import DraftVocab
@@ -57,9 +57,9 @@ def make_parser() -> cli.Parser:
 
 def check_output(folder: Path) -> None:
     """Raise UserError if the folder has anything but an earlier result of this tool."""
-    if folder.is_dir() and {p.name for p in folder.iterdir() if not p.name.startswith(".")} <= WRITTEN:
+    if folder.is_dir() and any(folder.iterdir()) and {p.name for p in folder.iterdir()} <= WRITTEN:
         return
-    files.require_empty(folder, "choose another --save-dir")
+    folders.require_empty(folder, "choose another --save-dir", replaced=True)
 
 
 def read_vocab_size(model: Path) -> object:
@@ -139,7 +139,7 @@ def write(folder: Path, vocab: DraftVocab, report: dict[str, Any]) -> None:
     import torch
 
     size = 2 * vocab.d2t.nbytes + vocab.t2d.nbytes + (1 << 16)
-    with files.published_folder(folder, overwrite=True, size=size) as temporary:
+    with folders.published_folder(folder, overwrite=True, size=size) as temporary:
         vocab.save(temporary / "draft_vocab.safetensors")
         torch.save(vocab.d2t, temporary / "d2t.pt")
         files.write_json(temporary / "coverage.json", report)

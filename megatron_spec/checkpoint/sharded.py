@@ -23,16 +23,19 @@ from megatron_spec.checkpoint.results import results_in_this_process
 from megatron_spec.checkpoint.spec import (
     POINTER,
     CheckpointSpec,
+    aside_of,
     in_use,
     iteration_folder,
     iterations,
     latest_iteration,
+    replaced_at,
 )
 from megatron_spec.config import UserError
 from megatron_spec.config.structure import share
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import rename, require_space, write_json, write_text, writing
+from megatron_spec.runtime.folders import recover, replace_folder
 from megatron_spec.runtime.provenance import write_run_json
 
 
@@ -106,8 +109,7 @@ def save(
     def begin() -> None:
         """Create the folder and its small files."""
         with _written(final, temporary, size):
-            for leftover in final.parent.glob(".iter_*.tmp"):  # of killed runs
-                shutil.rmtree(leftover, ignore_errors=True)
+            remove_leftovers(final.parent)
             require_space(final, size)
             (temporary / "dist").mkdir(parents=True)
             vocab.save(temporary / "vocab.safetensors")
@@ -152,18 +154,24 @@ def _written(final: Path, temporary: Path, size: int) -> Iterator[None]:
 
 def publish(temporary: Path, final: Path, keep: int = 0, keep_until: int = -1) -> None:
     """Rename a complete temporary folder to iteration `final` and make it the latest. If killed at any point, `latest`
-    still names a complete iteration: the new one or the previous one."""
-    checkpoint, old = final.parent, final.with_name(f".{final.name}.old.tmp")
+    still names a complete iteration: the new one or the previous one. If there is no other than `final` itself, saved
+    again, it may be left under the name `aside_of`, until `remove_leftovers`."""
+    checkpoint = final.parent
     others = [p for p in iterations(checkpoint) if p != final]
-    if final.exists():  # the same iteration saved again: meanwhile, another one is the latest
-        if others:
-            write_text(checkpoint / POINTER, f"{_number(others[-1])}\n")
-        rename(final, old)
-    rename(temporary, final)
+    if final.exists() and others:  # the same iteration saved again: meanwhile, another one is the latest
+        write_text(checkpoint / POINTER, f"{_number(others[-1])}\n")
+    replace_folder(temporary, final, aside_of(final))
     write_text(checkpoint / POINTER, f"{_number(final)}\n")
-    shutil.rmtree(old, ignore_errors=True)
     if keep:
         _remove_old(checkpoint, keep, keep_until)
+
+
+def remove_leftovers(checkpoint: Path) -> None:
+    """Remove what killed runs left in a checkpoint folder, and give back an iteration that one was replacing."""
+    for leftover in checkpoint.glob(".iter_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for aside in checkpoint.glob(aside_of(checkpoint / "iter_*").name):
+        recover(replaced_at(aside), aside)
 
 
 def _number(folder: Path) -> int:

@@ -73,10 +73,25 @@ def iteration_folder(checkpoint: Path | str, iteration: int) -> Path:
     return Path(checkpoint) / f"iter_{iteration:07d}"
 
 
+def aside_of(folder: Path) -> Path:
+    """Where an iteration is while a new save of the same iteration takes its name."""
+    return folder.with_name(f".{folder.name}.aside")
+
+
+def replaced_at(aside: Path) -> Path:
+    """The iteration folder of `aside_of`."""
+    return aside.with_name(aside.name.removeprefix(".").removesuffix(".aside"))
+
+
 def iterations(checkpoint: Path | str) -> list[Path]:
     """The iteration folders of a checkpoint, oldest first."""
     path = Path(checkpoint)
     return sorted(p for p in path.iterdir() if re.fullmatch(r"iter_\d{7,}", p.name)) if path.is_dir() else []
+
+
+def is_draft_checkpoint(folder: Path | str) -> bool:
+    """True for a folder of `resolve`, also an incomplete one."""
+    return any((path / "spec.json").is_file() for path in (Path(folder), *iterations(folder)))
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -126,6 +141,11 @@ def resolve(checkpoint: Path | str) -> Path:
             )
         path = iteration_folder(path, latest)
     missing = missing_files(path)
+    if missing and not path.exists() and aside_of(path).is_dir():
+        raise UserError(
+            f"checkpoint {path} was being saved again when the run was killed: save again, or rename "
+            f"{aside_of(path)} to it"
+        )
     if missing:
         raise UserError(
             f"checkpoint {path} is incomplete: {', '.join(missing)} is missing; use another iteration or save again"

@@ -27,7 +27,8 @@ from megatron_spec.families import config_json
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import together
-from megatron_spec.runtime.files import require_empty, write_text
+from megatron_spec.runtime.files import write_text
+from megatron_spec.runtime.folders import require_empty
 from megatron_spec.serving.draft import exported
 from megatron_spec.serving.trtllm import trtllm_yaml
 
@@ -75,7 +76,7 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
     if run.format == "speculators":
         speculators.check(spec.draft, quant is not None and quant.draft != "none")
     as_exported = _with_yarn(run, spec)
-    require_empty(run.export_dir, "give another --export-dir, or remove it to export again")
+    require_empty(run.export_dir, "give another --export-dir, or remove it to export again", replaced=True)
     layouts.check("export", run.parallel)
     check_parallel(spec.base.config, run.parallel)
     dtype = torch.bfloat16 if run.bf16 else torch.float32

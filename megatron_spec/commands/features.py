@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,13 +18,13 @@ from megatron_spec.build import Loaded, load_checkpoint
 from megatron_spec.checkpoint.spec import identity, read_spec, resolve
 from megatron_spec.commands.data import check_base_shapes, check_seq_length, open_dataset, tokenizer_folder
 from megatron_spec.commands.runs import ExtractRun, settings_of, takes
-from megatron_spec.config import UserError
 from megatron_spec.data.loader import ConversationDataset, Dataset, lengths_of
 from megatron_spec.features.offline import OfflineFeatures, extract
 from megatron_spec.features.store import FeatureStore, StoreManifest, missing_shards
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import human_size, require_space
 from megatron_spec.runtime.hub import model_folder
 
 log = logging.getLogger(__name__)
@@ -78,16 +77,8 @@ def check_disk(folder: str, manifest: StoreManifest, dataset: Dataset, part: tup
 
 def check_room(folder: str | Path, need: int, samples: int) -> None:
     """Log the size of features to write, and raise UserError if the disk is too small for them."""
-    place = Path(folder).absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    log.info("features of %d samples to write: %.2f GiB in %s", samples, need / 2**30, folder)
-    if need > free:
-        raise UserError(
-            f"{folder}: features need {need / 2**30:.1f} GiB more, {free / 2**30:.1f} GiB are free: free "
-            "space, give another folder or use fewer conversations"
-        )
+    log.info("features of %d samples to write: %s in %s", samples, human_size(need), folder)
+    require_space(folder, need, "make room, give another folder or use fewer conversations")
 
 
 def cached_features(

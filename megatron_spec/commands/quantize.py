@@ -29,7 +29,8 @@ from megatron_spec.quantization.attach import base_amax_state, check_draft
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World, together
-from megatron_spec.runtime.files import read_json, read_text, require_empty
+from megatron_spec.runtime.files import read_json, read_text
+from megatron_spec.runtime.folders import require_empty
 
 log = logging.getLogger(__name__)
 

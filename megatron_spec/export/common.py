@@ -17,7 +17,7 @@ from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.config.structure import share
 from megatron_spec.export.native_mtp import file_name
 from megatron_spec.runtime.distributed import World, together
-from megatron_spec.runtime.files import published_folder
+from megatron_spec.runtime.folders import published_folder
 
 _COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 _NOT_COPIED = {"config.json", "hf_quant_config.json", "run.json", "source.json"}
@@ -58,7 +58,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 @contextmanager
 def shared_folder(folder: Path | str, world: World, overwrite: bool) -> Iterator[Path]:
-    """`files.published_folder` for all ranks: rank 0 creates it, and publishes it when the block succeeds on all ranks.
+    """`published_folder` for all ranks: rank 0 creates it, and publishes it when the block succeeds on all ranks.
 
     The block must fail on all ranks or on none (`together`).
     """

@@ -18,7 +18,8 @@ from megatron_spec.export.formats.reading import Reading
 from megatron_spec.export.load import StoredTensors, open_draft
 from megatron_spec.export.quant_metadata import hf_quant_config, quantization_config
 from megatron_spec.export.stream import Plan, TensorWriter
-from megatron_spec.runtime.files import published_folder, write_json
+from megatron_spec.runtime.files import write_json
+from megatron_spec.runtime.folders import published_folder
 from megatron_spec.runtime.provenance import write_run_json
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

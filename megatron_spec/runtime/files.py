@@ -1,7 +1,7 @@
 """Atomic writes (a temporary name, then one rename), and errors that name the file.
 
-Everything the package writes goes through `writing`, `replacing` or `published_folder`: a full disk or a folder without
-write permission is one `UserError` with path and size, and leaves no partial file.
+Everything the package writes goes through `writing`, `replacing` or `folders.published_folder`: a full disk or a folder
+without write permission is one `UserError` with path and size, and leaves no partial file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,7 +27,7 @@ JSON_LIMIT = 2**28
 
 _REFUSED = (
     errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO,
-    errno.EINVAL, errno.EOPNOTSUPP,
+    errno.EINVAL, errno.EOPNOTSUPP, errno.EBUSY, errno.EXDEV, errno.ENOTEMPTY,
 )  # fmt: skip
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = (
@@ -55,12 +54,16 @@ def free_space(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def require_space(path: Path | str, size: int) -> None:
-    """Raise UserError if fewer than `size` bytes are free on the file system of `path`; called before writing."""
+def require_space(path: Path | str, size: int, hint: str = "") -> None:
+    """Raise UserError if fewer than `size` bytes are free on the file system of `path`; called before writing.
+
+    Args:
+        hint: what to do, instead of freeing space.
+    """
     path = Path(path).absolute()
     free = free_space(path)
     if free < size:
-        raise UserError(_full(path, size, free))
+        raise UserError(_full(path, size, free, *([hint] if hint else [])))
 
 
 def _full(path: Path, size: int | None, free: int, hint: str = "make room, then start again") -> str:
@@ -90,8 +93,8 @@ def write_error(
     """
     path = final_path(path)
     for cause in _causes(error):
-        said = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors
-        number = cause.errno if isinstance(cause, OSError) else int(said[1]) if said else None
+        code = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors
+        number = cause.errno if isinstance(cause, OSError) else int(code[1]) if code else None
         if number == errno.EFBIG or "file too large" in str(cause).lower():
             limit = "larger than a file may be here (see ulimit -f)"
             return UserError(f"{path} cannot be written: {limit}: {hint or 'raise the limit'}")
@@ -114,10 +117,10 @@ def writing(path: Path | str, size: int | None = None, hint: str = "") -> Iterat
     except BaseException as e:
         if not isinstance(e, Exception) and not hasattr(e, "failures"):  # CheckpointException is a BaseException
             raise
-        told = write_error(path, e, size, hint)
-        if told is None:
+        error = write_error(path, e, size, hint)
+        if error is None:
             raise
-        raise told from e
+        raise error from e
 
 
 def rename(source: Path | str, target: Path | str) -> None:
@@ -172,8 +175,20 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Replace a file by indented JSON, atomically. Raises UserError if it cannot be written."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Replace a file by indented JSON, atomically; NaN and infinity, which JSON lacks, become null.
+
+    Raises UserError if it cannot be written.
+    """
+    write_text(path, json.dumps(_in_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _in_json(value: Any) -> Any:
+    """The value with null for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _in_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_in_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_text(path: Path | str, text: str) -> None:
@@ -203,69 +218,6 @@ def drop_half_line(path: Path) -> None:
                 break
         if begin < end:
             file.truncate(begin)
-
-
-def require_empty(
-    folder: Path | str, hint: str = "choose another folder or remove it", apart_from: Collection[str] = ()
-) -> None:
-    """Raise UserError if an output folder is not empty or cannot be written.
-
-    Temporary files of killed runs do not count.
-    """
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file, expected a folder")
-    try:
-        found = folder.is_dir() and any(
-            not p.name.startswith(".") and p.name not in apart_from for p in folder.iterdir()
-        )
-    except OSError as e:
-        raise UserError(f"{folder} cannot be read ({e.strerror}): choose another folder") from None
-    if found:
-        raise UserError(f"{folder} is not empty: {hint}")
-    require_writable(folder)
-
-
-def require_writable(folder: Path | str) -> None:
-    """Raise UserError unless the folder is writable, or can be created."""
-    folder = Path(folder).absolute()
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    try:  # try it: permission bits do not show read-only mounts, or /proc
-        os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=existing))
-    except OSError as e:
-        where = folder if existing == folder else f"{folder}: {existing}"
-        raise UserError(f"{where} cannot be written ({e.strerror}): choose another folder") from None
-
-
-@contextmanager
-def published_folder(
-    folder: Path | str, overwrite: bool = False, hint: str = "", size: int | None = None
-) -> Iterator[Path]:
-    """A temporary folder beside `folder` that replaces it if the block succeeds, and is removed otherwise.
-
-    Args:
-        size: bytes to be written, for the message.
-
-    Raises UserError if it cannot be written.
-    """
-    folder = Path(folder)
-    if not overwrite:
-        require_empty(folder)
-    temporary = temporary_name(folder)
-    with writing(folder, size, hint):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in leftovers(folder):
-            shutil.rmtree(leftover, ignore_errors=True)
-        temporary.mkdir()
-        try:
-            yield temporary
-            if folder.exists():
-                shutil.rmtree(folder)
-            rename(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 # ---- reading
@@ -309,8 +261,9 @@ def require_small(path: Path, kind: str) -> None:
 
 def read_json(path: Path | str) -> Any:
     """Parse a JSON file. Raises UserError naming the file if it is missing, malformed or not text."""
+    text = read_text(path, "JSON")
     try:
-        return json.loads(read_text(path, "JSON"))
+        return json.loads(text)
     except ValueError as e:  # malformed, or a number of more digits than Python reads
         raise UserError(f"{path} is not valid JSON ({e}): it may be truncated; copy it again") from None
     except RecursionError:
@@ -329,6 +282,16 @@ _NAMES = {
 def read_object(path: Path | str, types: Types | None = None, required: Collection[str] = ()) -> dict[str, Any]:
     """The object in a JSON file, checked by `check_object`."""
     return check_object(read_json(path), str(path), types, required)
+
+
+def model_json(folder: Path | str) -> dict[str, Any]:
+    """config.json of a model's folder. Raises UserError if there is none."""
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        found = "found no config.json" if path.is_dir() else "is a file" if path.exists() else "no such folder"
+        gguf = " (GGUF is not read)" if path.suffix == ".gguf" or any(path.glob("*.gguf")) else ""
+        raise UserError(f"{folder}: {found}; expected a folder in Hugging Face format{gguf}")
+    return read_object(path / "config.json")
 
 
 def check_object(value: Any, where: str, types: Types | None = None, required: Collection[str] = ()) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Lock of an output: one run at a time.
 
 FOLDER/.lock, or FILE.lock, names host and process of the run. The system releases a file lock when its process ends,
-so on the same machine the lock of a killed run is free at once. From another machine it counts as stale when the file,
-which a run touches every `TOUCH` seconds, has not changed for `STALE` seconds.
+so on the same machine the lock of a killed run is free at once. On network file systems the lock may not reach other
+machines: from there it counts as stale when the file, which a run touches every `TOUCH` seconds, has not changed for
+`STALE` seconds. A run that starts earlier waits, as a killed job may be started again on another machine at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import socket
 import threading
@@ -22,6 +24,8 @@ from typing import Any
 from megatron_spec.config import UserError
 from megatron_spec.runtime.files import writing
 from megatron_spec.runtime.temporary import process_exists
+
+log = logging.getLogger(__name__)
 
 NAME = ".lock"
 TOUCH, STALE = 10.0, 60.0
@@ -72,9 +76,25 @@ def _check_owner(path: Path, output: Path, handle: int, locked: bool) -> None:
     if owner.get("host") == socket.gethostname():
         alive = not locked and process_exists(int(owner.get("pid", 0)))
     else:
-        alive = bool(owner) and _clock_of(path) - os.fstat(handle).st_mtime < STALE
+        alive = bool(owner) and _is_touched(path, owner)
     if alive:
         raise _refuse(path, output, owner)
+
+
+def _is_touched(path: Path, owner: dict[str, Any]) -> bool:
+    """True if a run on another machine touches the file. Waits until that shows, `STALE` seconds at most."""
+    seen = path.stat().st_mtime
+    if _clock_of(path) - seen >= STALE:
+        return False
+    log.warning("%s is of a run on %s: waiting to see whether it was killed", path, owner.get("host"))
+    while _clock_of(path) - seen < STALE:
+        time.sleep(1)
+        try:
+            if path.stat().st_mtime != seen:
+                return True
+        except FileNotFoundError:  # it ended
+            return True
+    return False
 
 
 def _clock_of(path: Path) -> float:
@@ -111,20 +131,28 @@ def exclusive(output: Path | str, file: bool = False) -> Iterator[None]:
 
     try:
         _check_owner(path, output, handle, locked)
+    except BaseException:
+        os.close(handle)
+        raise
+    try:
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with writing(folder):
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps(about).encode(), 0)
     except BaseException:
-        os.close(handle)
+        _release(path, handle, made)
         raise
     threading.Thread(target=touch, name="lock", daemon=True).start()
     try:
         yield
     finally:
         done.set()
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-            if made and not any(folder.iterdir()):  # the run failed before it wrote anything
-                folder.rmdir()
-        os.close(handle)
+        _release(path, handle, made)
+
+
+def _release(path: Path, handle: int, made: bool) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        if made and not any(path.parent.iterdir()):  # the run failed before it wrote anything
+            path.parent.rmdir()
+    os.close(handle)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import published_folder, write_json, write_text
+from megatron_spec.runtime.files import write_json, write_text
+from megatron_spec.runtime.folders import published_folder
 from megatron_spec.serving.draft import Method, Speculation
 
 log = logging.getLogger(__name__)

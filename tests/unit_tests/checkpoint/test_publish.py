@@ -12,6 +12,7 @@ import pytest
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import POINTER, latest_iteration, locked, resolve
 from megatron_spec.config import UserError
+from megatron_spec.runtime import folders
 
 
 def write_iteration(folder: Path, content: str) -> Path:
@@ -25,8 +26,11 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing runs after it."""
 
 
-@pytest.mark.parametrize("same", [False, True], ids=["next iteration", "the same iteration again"])
-def test_every_step_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
+@pytest.mark.parametrize("iteration", [3, 2], ids=["next iteration", "the same iteration again"])
+@pytest.mark.parametrize("kept", [(1, 2), (2,)], ids=["two", "one"])
+def test_every_step_of_publishing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iteration: int, kept: tuple[int, ...]
+) -> None:
     calls = {"count": 0, "die_at": 0}
 
     def dying(original: Any) -> Any:
@@ -38,33 +42,37 @@ def test_every_step_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
         return step
 
-    replace, remove, write = os.replace, shutil.rmtree, sharded.write_text
+    calls_that_change = [(os, "rename"), (folders, "rename"), (shutil, "rmtree"), (sharded, "write_text")]
     moments = 0
     for moment in range(1, 12):
         root = tmp_path / str(moment)
-        write_iteration(root / "iter_0000001", "one")
-        write_iteration(root / "iter_0000002", "two")
+        for number in kept:
+            write_iteration(root / f"iter_000000{number}", str(number))
         (root / POINTER).write_text("2\n")
-        final = root / ("iter_0000002" if same else "iter_0000003")
+        final = root / f"iter_000000{iteration}"
         temporary = write_iteration(root / f".{final.name}.tmp", "new")
         calls.update(count=0, die_at=moment)
         with monkeypatch.context() as patch:
-            patch.setattr(sharded, "rename", dying(replace))
-            patch.setattr(sharded.shutil, "rmtree", dying(remove))
-            patch.setattr(sharded, "write_text", dying(write))
+            for module, name in calls_that_change:
+                patch.setattr(module, name, dying(getattr(module, name)))
             try:
                 sharded.publish(temporary, final, keep=2)
                 break
             except Killed:
                 moments += 1
+        if not final.exists() and kept == (iteration,):
+            with pytest.raises(UserError, match=r"iter_0000002 was being saved again .*rename .*aside to it"):
+                resolve(root)
+            sharded.remove_leftovers(root)  # what the next save does
         found = resolve(root)
-        assert (found / "spec.json").read_text() in ("one", "two", "new"), moment
+        assert (found / "spec.json").read_text() in ("1", "2", "new"), moment
         assert {(found / n).read_text() for n in ("vocab.safetensors", "dist/metadata.json")} == {
             (found / "spec.json").read_text()
         }
-    assert moments >= 4, "the test must have killed it at several moments"
-    assert (resolve(root) / "spec.json").read_text() == "new" and latest_iteration(root) == (2 if same else 3)
-    assert sorted(p.name for p in root.glob("*iter_*")) == [f"iter_000000{i}" for i in ((1, 2) if same else (2, 3))]
+    assert moments >= 2, "the test must have killed it at several moments"
+    assert (resolve(root) / "spec.json").read_text() == "new" and latest_iteration(root) == iteration
+    expected = sorted({*kept, iteration})[-2:]
+    assert sorted(p.name for p in root.iterdir()) == [f"iter_000000{i}" for i in expected] + [POINTER]
 
 
 def test_the_first_iteration_counts_without_its_pointer(tmp_path: Path) -> None:

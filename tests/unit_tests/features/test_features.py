@@ -281,10 +281,10 @@ def test_prepared_features_are_those_of_the_next_step() -> None:
     assert list(lazy.step()[1]) == [0]
     lazy.prepare()
     lazy.prepare()
-    assert source.calls == [[0], [1]]
+    assert source.calls == [[0], [1]] and not lazy.drained
     assert list(lazy.step()[1]) == [1]
     lazy.prepare()
-    assert source.calls == [[0], [1]], "there is no further step"
+    assert lazy.drained and source.calls == [[0], [1]], "there is no further step"
 
 
 def test_reader_keeps_its_bound() -> None:
@@ -308,23 +308,22 @@ def test_pipeline_ranks_need_equally_many_micro_batches(size: int) -> None:
 
 
 def test_only_missing_shards_need_disk_space(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
     from megatron_spec.commands import features as chain
+    from megatron_spec.runtime import files
 
     per_token = (2 + 1) * 32 * 4 + 16
     (store / "features-00001.safetensors").unlink()  # samples 3, 4, 5 of 7, 11 and 5 tokens
-    free = SimpleNamespace(free=23 * per_token)
-    monkeypatch.setattr(chain.shutil, "disk_usage", lambda _: free)
+    free = 23 * per_token
+    monkeypatch.setattr(files, "free_space", lambda _: free)
     chain.check_disk(str(store), manifest(), Samples())
-    with pytest.raises(UserError, match="features need"):
+    with pytest.raises(UserError, match=r"new/store cannot be written: .*about 22.7 KiB .* or use fewer conversations"):
         chain.check_disk(str(tmp_path / "new" / "store"), manifest(), Samples())
-    free.free -= 1
-    with pytest.raises(UserError, match="features need"):
+    free -= 1
+    with pytest.raises(UserError, match="no space left"):
         chain.check_disk(str(store), manifest(), Samples())
     for shard in FeatureWriter(store, manifest()).pending():
         (store / f"features-{shard:05d}.safetensors").touch()
-    free.free = 0
+    free = 0
     chain.check_disk(str(store), manifest(), Samples())
 
 

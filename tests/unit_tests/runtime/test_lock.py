@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_spec.config import UserError
+from megatron_spec.runtime import lock
 from megatron_spec.runtime.lock import NAME, STALE, exclusive
 from tests.held import held
 
@@ -47,18 +50,47 @@ def test_a_file_in_use(tmp_path: Path) -> None:
     assert [p.name for p in output.parent.iterdir()] == ["train.jsonl"]
 
 
-@pytest.mark.parametrize(("age", "stale"), [(0.0, False), (2 * STALE, True)])
-def test_lock_of_another_machine(tmp_path: Path, age: float, stale: bool) -> None:
+def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(UserError, match="no space left"), exclusive(tmp_path / "run"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("age", "then", "stale"), [(2 * STALE, "", True), (0.0, "touched", False), (0.0, "ended", False), (0.0, "", True)]
+)
+def test_lock_of_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, then: str, stale: bool
+) -> None:
+    """A killed job may be started on another machine at once: it waits until it knows that the first does not run."""
     path = tmp_path / NAME
     path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "since": "today"}))
     os.utime(path, (time.time() - age,) * 2)
+    waited = {"seconds": 0.0}
+
+    def wait(seconds: float) -> None:
+        """What the other run does in this time."""
+        waited["seconds"] += seconds
+        if then == "touched":
+            os.utime(path, (time.time() + 1,) * 2)
+        elif then == "ended":
+            path.unlink()
+
+    monkeypatch.setattr("megatron_spec.runtime.lock.time.sleep", wait)
+    clock = lock._clock_of
+    monkeypatch.setattr(lock, "_clock_of", lambda path: clock(path) + waited["seconds"])
     if stale:
         with exclusive(tmp_path):
             pass
     else:
         with pytest.raises(UserError, match="process 7 on elsewhere"), exclusive(tmp_path):
             pass
-    assert path.exists() != stale
+    assert path.exists() == (then == "touched")
+    assert (STALE <= waited["seconds"] <= STALE + 1) == (age == 0 and then == "")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", b"[1]"])
