@@ -19,7 +19,7 @@ from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, Tiny, make, world_of
 
 FP8 = QuantConfig(draft="none", kv_cache="fp8")
-LEFT_BEHIND = ("modeling_evil.py", "run.json", "source.json", "metadata.json", "progress.txt")
+LEFT_BEHIND = ("modeling_evil.py", "source.json", "metadata.json", "progress.txt")
 """Code, and records of other runs."""
 
 
