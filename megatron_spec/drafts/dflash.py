@@ -217,7 +217,7 @@ class DFlashDraft(Draft):
         teacher = teach(features, plan.supervision, head, objective.temperature, group, self.sequence_parallel)
         states_NH = self.states(features, plan, ends, torch.cat(plan.supervision.rows))
         inputs = self.block_head(states_NH, head.draft_rows(), plan)
-        return block_losses(inputs, plan, teacher, objective, group, self.paths)
+        return block_losses(inputs, plan, teacher, objective, group, self.paths, self.row_loss)
 
     def block_head(self, states_NH: Tensor, weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
         """Inputs of the losses: states of the supervised rows of all steps, and the LM head."""
