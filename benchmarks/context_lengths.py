@@ -139,10 +139,10 @@ def ask(run: Comparison, dialogues: Dialogues, encoder: Any, length: int) -> lis
     for i, (prompt, (_, ids)) in enumerate(zip(prompts, alone, strict=True)):
         if len(ids) > room:
             raise UserError(f"{prompt.where}: {len(ids)} tokens leave no room for an answer in --lengths {length}")
-        told, context = list(prompt.rounds[0]), dialogues.context(7 * i % len(dialogues.held), room - len(ids))
-        at = int(told[0]["role"] == "system")
-        told[at:at] = context  # a system text comes first
-        asked.append(encoder.prompts([Conversation(told, prompt.where)])[0][1])
+        messages, context = list(prompt.rounds[0]), dialogues.context(7 * i % len(dialogues.held), room - len(ids))
+        at = int(messages[0]["role"] == "system")
+        messages[at:at] = context  # a system text comes first
+        asked.append(encoder.prompts([Conversation(messages, prompt.where)])[0][1])
     if (shortest := min(map(len, asked))) < length // 2:
         raise UserError(
             f"--lengths {length}: held-out conversations fill only {shortest} tokens of a context: give more "

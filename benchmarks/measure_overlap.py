@@ -137,8 +137,8 @@ class Work:
         rows, weight = sum(map(len, self.plan.rows)), self.draft.lm_head.quantized_weight()
         states = torch.ones(rows, weight.shape[1], dtype=weight.dtype, device=weight.device).requires_grad_()
         parts = list(states.split([len(r) for r in self.plan.rows]))
-        told = (self.plan, self.teacher, self.objective, self.draft.tp_group)
-        head_losses(parts, weight, *told, paths=self.draft.paths).total.backward()
+        given = (self.plan, self.teacher, self.objective, self.draft.tp_group)
+        head_losses(parts, weight, *given, paths=self.draft.paths).total.backward()
 
 
 PARTS: dict[str, tuple[str, int, int]] = {
@@ -187,8 +187,8 @@ def variants(work: Work) -> dict[str, Callable[[], RankSums]]:
         return found
     for count in (1, 2):
         for most in (None, 8, 16):
-            told = f"{', 2 pieces' * (count == 2)}, high priority{'' if most is None else f', {most} CTAs'}"
-            found["all-reduce" + told] = lambda n=most, c=count: Pieces(high_priority(n), c)  # type: ignore[misc]
+            variant = f"{', 2 pieces' * (count == 2)}, high priority{'' if most is None else f', {most} CTAs'}"
+            found["all-reduce" + variant] = lambda n=most, c=count: Pieces(high_priority(n), c)  # type: ignore[misc]
     found["all-reduce, again"] = lambda: Pieces(tp, 1)
     found["no sums, again"] = lambda: NoSums(tp, 1)
     found["symmetric two-shot kernel, 2 pieces"] = lambda: KernelSums(tp, 2, device)

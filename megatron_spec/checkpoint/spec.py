@@ -89,6 +89,11 @@ def iterations(checkpoint: Path | str) -> list[Path]:
     return sorted(p for p in path.iterdir() if re.fullmatch(r"iter_\d{7,}", p.name)) if path.is_dir() else []
 
 
+def is_draft_checkpoint(folder: Path | str) -> bool:
+    """True for a folder of `resolve`, also an incomplete one."""
+    return any((path / "spec.json").is_file() for path in (Path(folder), *iterations(folder)))
+
+
 def missing_files(folder: Path) -> list[str]:
     """Names of the files that an iteration folder lacks."""
     return [name for name in ("spec.json", "vocab.safetensors", "dist/metadata.json") if not (folder / name).is_file()]

@@ -226,8 +226,8 @@ def convert(run: ConvertRun) -> Path:
     check_parallel(ref.config, run.parallel)
     te.check(run.layers, platform.machine())
     layouts.check_draft_parallel(config, run.parallel)
-    for said in check_exportable(config, ref.config):
-        log.warning("%s", said)
+    for limit in check_exportable(config, ref.config):
+        log.warning("%s", limit)
     world = distributed.initialize(run.parallel, run.seed, settings=settings_of(run, load=ref.fingerprint))
     with distributed.sole_run(run.save, world):
         return _convert(run, ref, config, vocab, published, world)

@@ -15,7 +15,7 @@ from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 def check_file(path: str, flag: str = "--data") -> None:
     """Raise UserError if an input file does not exist."""
     if not Path(path).is_file():
-        raise UserError(f"{flag} {path}: no such file")
+        raise UserError(f"{flag} {path}: {'is a folder, expected a file' if Path(path).is_dir() else 'no such file'}")
 
 
 def tokenizer_folder(spec: CheckpointSpec, base: str | None, tokenizer: str | None) -> str:

@@ -88,7 +88,7 @@ def _check_outputs(run: ValidateRun) -> None:
     files = {"--output": report, "--html": run.html_output}
     outputs = {flag: Path(path).resolve() for flag, path in files.items() if path is not None}
     if Path(run.data).resolve() in outputs.values():
-        raise UserError(f"--data {run.data} is the output, too: it would be overwritten")
+        raise UserError(f"--data {run.data} is also the output: it would be overwritten")
     if len(set(outputs.values())) < len(outputs):
         raise UserError(f"--html {run.html_output} is also the report's file: give another one")
     for flag, path in outputs.items():
@@ -124,7 +124,7 @@ def _measure(
     for measured in report.runs:
         _log_run(measured, report)
     if report.first.text_identical is False and models.fake_quantised and not run.fp64:
-        log.info("an fp8 base rounds inputs differently for other numbers of rows; --fp64 compares texts without this")
+        log.info("an fp8 base rounds inputs differently in batches of other sizes; --fp64 compares texts without this")
     return report
 
 

@@ -255,8 +255,8 @@ def changed_settings(resolved: Resolved, train: TrainConfig) -> dict[str, Any]:
     changed = {name: before[name] for name in wanted if before[name] != wanted[name]}
     if train.lr_decay_style == "constant" == before["lr_decay_style"]:
         changed.pop("lr_decay_iters", None)
-    said = [f"--{n.replace('_', '-')} is {wanted[n]}, the checkpoint has {before[n]}" for n in changed]
-    kind = [line for name, line in zip(changed, said, strict=True) if name in KIND]
+    lines = [f"--{n.replace('_', '-')} is {wanted[n]}, the checkpoint has {before[n]}" for n in changed]
+    kind = [line for name, line in zip(changed, lines, strict=True) if name in KIND]
     if kind:
         raise UserError(
             f"--save {run.save}: {'; '.join(kind)}. Its optimizer state has another form: continue with the same, or "
@@ -265,7 +265,7 @@ def changed_settings(resolved: Resolved, train: TrainConfig) -> dict[str, Any]:
     if not changed or run.use_checkpoint_opt_param_scheduler or run.override_opt_param_scheduler:
         return changed
     raise UserError(
-        f"--save {run.save} continues with other optimizer settings: {'; '.join(said)}. Give the same, or "
+        f"--save {run.save} continues with other optimizer settings: {'; '.join(lines)}. Give the same, or "
         "--override-opt-param-scheduler (use the flags) or --use-checkpoint-opt-param-scheduler (use the checkpoint)"
     )
 

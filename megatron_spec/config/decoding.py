@@ -33,7 +33,7 @@ class DecodeConfig(Config):
     """Decoding with the base verifying, in TensorRT-LLM's option names."""
 
     decoding_type: DecodingType | None = None
-    """How tokens are drafted (default: as the draft checkpoint or exported folder says)."""
+    """How tokens are drafted (default: that of the draft checkpoint or exported folder)."""
     max_draft_len: int = 3
     """Draft tokens of a chain, or depth of a tree."""
     max_new_tokens: int = 128
@@ -44,28 +44,30 @@ class DecodeConfig(Config):
     """Replay the steps as CUDA graphs, on one GPU (with experts: where the path grouped_experts is on); the text is the
     same."""
     temperature: float = 0.0
-    """0: always the most likely token."""
+    """Sampling temperature; 0: greedy decoding."""
     top_k: int = 0
     """Sample from the k most likely tokens only; 0: from all."""
     top_p: float = 1.0
     """Sample from the smallest set of most likely tokens with at least this total probability."""
     use_rejection_sampling: bool = False
-    """Draw draft tokens from the draft's distribution q and accept with min(1, p/q) (arXiv 2302.01318). Without it:
-    the draft's most likely token, accepted with the base's probability of it, which gives exactly the base's text."""
+    """Draw draft tokens from the draft's distribution q and accept with min(1, p/q) (arXiv 2302.01318). Without it the
+    draft proposes its most likely token, which is accepted with the base's probability of it; the text is then exactly
+    the base's."""
     seed: int = 0
     """Seed of sampling."""
     use_dynamic_tree: bool = False
-    """EAGLE-2: a tree grown by the draft's joint probability, instead of a chain (Eagle3, Eagle, MTP, Medusa)."""
+    """EAGLE-2: propose a tree, grown by joint draft probability, instead of a chain (Eagle3, Eagle, MTP, Medusa)."""
     dynamic_tree_max_topK: int = 4
     """Children per node, and nodes per level that are expanded."""
     max_total_draft_tokens: int = 16
     """Nodes of a dynamic tree that the base verifies: the most likely ones."""
     confidence_threshold: float = 0.0
-    """DSpark: a block is cut where the product of its confidences falls below this; 0: never."""
+    """DSpark: truncate a block where the product of its confidences falls below this; 0: never."""
     medusa_choices: str | None = None
     """A fixed tree of head ranks as a JSON list of paths, or a file with one: [[0], [1], [0, 0]] (Medusa)."""
     max_matching_ngram_size: int | None = None
-    """NGram: longest suffix that is looked up (2). SA: length of the suffix, -1: the longest that occurred (-1)."""
+    """Length of the suffix to look up. NGram: at most this many tokens (default: 2). SA: exactly this many, or -1: the
+    longest that occurred before (default: -1)."""
     sa_threshold: int | None = None
     """Beside a draft: if the longest suffix that occurred before has at least this many tokens, propose what followed
     it instead of the draft's tokens (TensorRT-LLM's sa_config)."""
@@ -74,13 +76,13 @@ class DecodeConfig(Config):
     is_use_oldest: bool = True
     """NGram: of several continuations propose the oldest, not the newest."""
     is_public_pool: bool = True
-    """NGram: all sequences share what was seen."""
+    """NGram: share patterns between all sequences."""
     speculative_model: str | None = None
     """Exported draft folder; with DraftTarget the folder of a second, smaller model with the same tokenizer."""
     drafter: str | None = None
     """User: module:Class of a Drafter, called with (base, configuration)."""
     typical_acceptance: bool = False
-    """Medusa's typical acceptance, at a temperature: the text is no longer the base's own distribution."""
+    """Medusa's typical acceptance, at a temperature > 0; the text no longer follows the base's distribution."""
     posterior_threshold: float = 0.09
     """Typical acceptance: accept above min(posterior_threshold, posterior_alpha * exp(-entropy))."""
     posterior_alpha: float = 0.3

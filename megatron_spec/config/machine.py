@@ -1,4 +1,4 @@
-"""What a process computes on."""
+"""The device that a process computes on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Machine:
     """The device of a rank, found once (`runtime.platform.machine`); fast paths depend on it (`planning.paths`)."""
 
     gpu: bool = False
-    """A CUDA device is there."""
+    """A CUDA device is available."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability of the device."""
     kernels: Kernels = "none"
     """What the fast paths are made of: Triton's kernels, their plain twins (on any device, in any dtype: for tests), or
     nothing."""
     grouped_products: bool = True
-    """torch multiplies groups of rows with a matrix each."""
+    """torch has grouped matrix products on this device."""
 
     @property
     def fp8(self) -> bool:

@@ -91,7 +91,7 @@ class ObjectiveConfig(Config):
     alignment: Alignment = "serving"
     """Which base row supervises a draft step: as engines verify it, as in the EAGLE-3 paper, or the next token."""
     in_vocab_only: bool = True
-    """Leave rows whose most likely token under the base is outside the draft vocabulary out of the loss."""
+    """Exclude from the loss rows whose most likely token under the base is outside the draft vocabulary."""
     detach: bool = False
     """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
     replay_weight: float = 1.0
@@ -179,7 +179,7 @@ class TrainConfig(Config):
     packing: bool = False
     """Pack conversations into rows of seq_length tokens, without attention across them; batch sizes count rows."""
     lr: float = 1e-4
-    """Highest learning rate."""
+    """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
@@ -201,14 +201,14 @@ class TrainConfig(Config):
     bf16: bool = False
     """Weights and activations in bfloat16, optimizer state in float32."""
     optimizer_impl: OptimizerImpl = "auto"
-    """Whose Adam, gradient norm and weight-gradient kernels: the first of Transformer Engine (only where another flag
-    names it: its import takes seconds), apex and torch that is installed and works, or this one. A run may continue
-    with another."""
+    """Implementation of Adam, the gradient norm and the weight-gradient kernels. auto: the first of Transformer Engine
+    (only if another flag names it, because its import takes seconds), apex and torch that is installed and works. A
+    resumed run may use another one."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the ranks that hold the same part of the draft."""
     features_ahead: int = 0
     """Micro-batches per rank whose features are computed ahead, also for later steps, to keep the base's pipeline full.
-    Affects memory and speed, never results. 0: 1, or 4 with a pipeline or from disk."""
+    Affects memory and speed, never results. 0: automatic (1; 4 with a pipeline, or from disk)."""
     save_interval: int = 0
     """Steps between checkpoints. 0: only at the end."""
     async_save: bool = False

@@ -275,14 +275,14 @@ def _span(
     # A template that ignores add_generation_prompt leaves the header here: it is not the assistant's text.
     if not encoder.template.opens_answers and first < len(ends) and ends[first][0] <= at:
         begin = at
-    said = at + len(content)
-    after_content = bisect_right(ends, said, key=lambda e: e[0])
+    answer_end = at + len(content)
+    after_content = bisect_right(ends, answer_end, key=lambda e: e[0])
     found, token = ends[after_content] if after_content < len(ends) else (bound + 1, 0)
     if found > bound:
         return begin, None
-    if text[said:found].strip() != encoder.tokenizer.convert_ids_to_tokens(token):  # of the next user's text?
+    if text[answer_end:found].strip() != encoder.tokenizer.convert_ids_to_tokens(token):  # of the next user's text?
         alone = _end_without_token(encoder.template, conversation, i, text)
-        found = alone if said < alone < found else found
+        found = alone if answer_end < alone < found else found
     return begin, found
 
 

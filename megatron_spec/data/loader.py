@@ -129,8 +129,8 @@ class ConversationDataset:
                 f"{self.path}: no supervised tokens are left with seq_length {self.seq_length} (for example "
                 f"{example}): use a larger seq_length"
             )
-        said = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
-        log.warning("%s: dropped %s; the first is %s", self.path, said, example)
+        counts = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
+        log.warning("%s: dropped %s; the first is %s", self.path, counts, example)
 
     def _report_faults(self) -> None:
         """Warn about answers that training does not see as they were written or are served."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from megatron_spec.config import UserError
 from megatron_spec.data.cleaning import CleanOptions, clean, is_held_out
+from megatron_spec.data.lines import load_line
 from megatron_spec.data.sources import Piece, Source
 from megatron_spec.data.workers import ordered_map, usable_cpus
 from megatron_spec.runtime import lock
@@ -98,10 +99,7 @@ class _PieceCleaner:
 def _value(value: Any, where: str) -> Any:
     if not isinstance(value, bytes):
         return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise UserError(f"{where}: malformed JSON ({error})") from None
+    return load_line(value, where)
 
 
 class _Work:
@@ -211,7 +209,7 @@ def _count(known: dict[str, int], more: Counter[str]) -> None:
 
 def _read(sources: Sequence[Source], work: _Work, options: CleanOptions, workers: int) -> None:
     state = work.state
-    told = state["lines"]
+    logged = state["lines"]
     with ExitStack() as stack:
         lines, ids = work.open(stack)
         for number in range(state["source"], len(sources)):
@@ -227,9 +225,9 @@ def _read(sources: Sequence[Source], work: _Work, options: CleanOptions, workers
                     state["examples"].setdefault(reason, found.examples[reason])
                 state.update(place=found.place, lines=lines.tell(), ids=ids.tell(), read=state["read"] + found.read)
                 work.save()
-                if state["lines"] - told >= 2**26:
-                    told = state["lines"]
-                    log.info("%s: %d records read, %.0f MB kept", sources[number].name, state["read"], told / 2**20)
+                if state["lines"] - logged >= 2**26:
+                    logged = state["lines"]
+                    log.info("%s: %d records read, %.0f MB kept", sources[number].name, state["read"], logged / 2**20)
             state.update(source=number + 1, place=0)
             work.save()
 

@@ -168,7 +168,7 @@ def _build(job: _Job, folder: Path, about: dict[str, Any]) -> None:
     # `size` bytes are enough space: a token stands for several bytes of text.
     with published_folder(folder, True, "give another --data-cache-path", size, unless="meta.json") as temporary:
         writer = StoreWriter(temporary, len(job.encoder.tokenizer))
-        done = told = tokens = 0
+        done = logged = tokens = 0
         try:
             for block, read, found in ordered_map(_PieceEncoder, args, _pieces(job.path), job.workers):
                 writer.append(block)
@@ -176,8 +176,8 @@ def _build(job: _Job, folder: Path, about: dict[str, Any]) -> None:
                     faults[fault] += count
                     first.setdefault(fault, line)
                 done, tokens = done + read, tokens + len(block.tokens)
-                if done - told >= max(size // 20, 2**26):
-                    told, seconds = done, time.monotonic() - start
+                if done - logged >= max(size // 20, 2**26):
+                    logged, seconds = done, time.monotonic() - start
                     log.info("tokenised %.0f %% of %s, %.0f tokens/s", 100 * done / size, job.path, tokens / seconds)
             writer.finish({**about, "faults": {name: [count, first[name]] for name, count in faults.items()}})
         finally:

@@ -208,15 +208,15 @@ def _pace(plan: BlockPlan, objective: ObjectiveConfig, order_N: Tensor, wide: to
 
 @torch.no_grad()
 def _paced_weights(
-    head: BlockHead, plan: BlockPlan, told: Teacher, objective: ObjectiveConfig, group: dist.ProcessGroup
+    head: BlockHead, plan: BlockPlan, labelled: Teacher, objective: ObjectiveConfig, group: dist.ProcessGroup
 ) -> Tensor:
     """[N] D-PACE weights, from products with the vocabulary of their own, chunk by chunk."""
     x_NH, rows_N, found = torch.cat(head.rows), torch.cat(plan.supervision.teacher_rows), []
     wide = torch.promote_types(x_NH.dtype, torch.float32)
-    for part in row_chunks(len(x_NH), chunk_rows(head.weight_VH, columns=told.columns)):
+    for part in row_chunks(len(x_NH), chunk_rows(head.weight_VH, columns=labelled.columns)):
         logits = (x_NH[part] @ head.weight_VH.t()).to(wide)
         head.add_low_(logits, part)
-        found.append(block.label_probabilities(logits, told, rows_N[part], objective.temperature, group))
+        found.append(block.label_probabilities(logits, labelled, rows_N[part], objective.temperature, group))
     q_N = torch.cat(found) if found else x_NH.new_zeros(0, dtype=wide)
     return _pace(plan, objective, torch.arange(len(q_N), device=q_N.device), wide).weights(q_N)
 
@@ -229,8 +229,8 @@ def block_losses(
 
     Accuracy compares with the base's argmax, as for all drafts.
     """
-    told = dataclasses.replace(teacher, label_U=plan.labels_U)
-    found = _Pass(head, plan, told, teacher.label_U, objective, group, paths)
+    labelled = dataclasses.replace(teacher, label_U=plan.labels_U)
+    found = _Pass(head, plan, labelled, teacher.label_U, objective, group, paths)
     total, stats, weight_N, overlap_N = found.losses()
     if head.confidence_N is not None and objective.confidence_weight:
         confidence = block.confidence_losses(head.confidence_N.to(overlap_N.dtype), overlap_N)
@@ -244,13 +244,13 @@ class _Pass:
     """LM head and losses of all rows.
 
     Attributes:
-        told: the teacher, with the tokens of the text as labels.
+        labelled: the teacher, with the tokens of the text as labels.
         target_U: token that counts as correct at each teacher row.
     """
 
     head: BlockHead
     plan: BlockPlan
-    told: Teacher
+    labelled: Teacher
     target_U: Tensor
     objective: ObjectiveConfig
     group: dist.ProcessGroup
@@ -263,7 +263,7 @@ class _Pass:
         if fast != "none":
             return self._paced(backend.load(fast), rows_N) if paced else self._in_place(backend.load(fast), rows_N)
         if paced:
-            weight_N = _paced_weights(self.head, self.plan, self.told, self.objective, self.group)
+            weight_N = _paced_weights(self.head, self.plan, self.labelled, self.objective, self.group)
         else:
             weight_N = _step_weights(self.head, self.plan, self.objective)
         total, stats, overlap_N = self._plain(self.head, weight_N)
@@ -280,27 +280,27 @@ class _Pass:
     def _plain(self, head: BlockHead, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         fast, weight_VH = self.paths.kernels(), head.weight_VH
         scale_ = None if fast == "none" else backend.load(fast).scale_
-        row_loss = _Rows(head, self.told, weight_N, self.objective, self.group)
-        chunks = row_chunks(len(weight_N), chunk_rows(weight_VH, columns=self.told.columns))
+        row_loss = _Rows(head, self.labelled, weight_N, self.objective, self.group)
+        chunks = row_chunks(len(weight_N), chunk_rows(weight_VH, columns=self.labelled.columns))
         total, stats = fused_head(head.rows, weight_VH, self._steps(weight_N), row_loss, None, scale_, chunks)
         return row_loss.attach(total), stats, torch.cat(row_loss.overlap)
 
     def _rows(self, head: BlockHead, kernels: Any, weight_N: Tensor, pace: Pace | None = None) -> _Rows:
         goal, weights = self.objective, (self.objective.ce_weight, self.objective.l1_weight)
-        kernel = kernel_row_loss(self.told, goal.loss_kind, goal.temperature, self.group, kernels, weights)
-        return _Rows(head, self.told, weight_N, goal, self.group, kernel, kernels, pace)
+        kernel = kernel_row_loss(self.labelled, goal.loss_kind, goal.temperature, self.group, kernels, weights)
+        return _Rows(head, self.labelled, weight_N, goal, self.group, kernel, kernels, pace)
 
     def _in_place(self, kernels: Any, rows_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         head, weight_N = self.head, _step_weights(self.head, self.plan, self.objective)
         found = self._rows(head, kernels, weight_N)
-        chunks = row_chunks(len(rows_N), chunk_rows(head.weight_VH, True, self.told.columns))
-        told = (self._steps(weight_N), found, found.in_place, kernels.scale_, chunks)
-        total, stats = fused_head(head.rows, head.weight_VH, *told)
+        chunks = row_chunks(len(rows_N), chunk_rows(head.weight_VH, True, self.labelled.columns))
+        parts = (self._steps(weight_N), found, found.in_place, kernels.scale_, chunks)
+        total, stats = fused_head(head.rows, head.weight_VH, *parts)
         return found.attach(found.with_bare(total)), stats, weight_N, torch.cat(found.overlap)
 
     def _paced(self, kernels: Any, rows_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """D-PACE in one pass: block by block, so that a chunk's probabilities determine its weights."""
-        most = chunk_rows(self.head.weight_VH, True, self.told.columns)
+        most = chunk_rows(self.head.weight_VH, True, self.labelled.columns)
         order_N, chunks = self.plan.by_block(most)
         head, rows_N = self.head.ordered(order_N), rows_N[order_N]
         wide = torch.promote_types(head.weight_VH.dtype, torch.float32)

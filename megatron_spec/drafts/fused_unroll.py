@@ -101,8 +101,8 @@ class _Forward:
     def _mlp(self, k: int, delta: Tensor, gated: Tensor) -> Tensor:
         """The MLP's output on this rank, which takes the place of the attention's, `delta`."""
         tape, post, gates = self.tape, self.tape.at(self.tape.post, k), self.tape.gates(k)
-        told = (delta, tape.at(tape.inner, k), (tape.weights.post_norm, post))
-        tape.saved.rstd_inner.append(tape.kernels.norm_forward(tape.saved.before[k], tape.eps, *told))
+        norm = (delta, tape.at(tape.inner, k), (tape.weights.post_norm, post))
+        tape.saved.rstd_inner.append(tape.kernels.norm_forward(tape.saved.before[k], tape.eps, *norm))
         tape.gate_up_product.forward(round_(tape.mlp.gate_proj, post), out=gates)
         if tape.down_product.fp8 is not None:
             return tape.down_product.forward(tape.kernels.quantized_gate(gates), out=delta)

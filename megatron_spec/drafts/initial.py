@@ -181,7 +181,7 @@ def initial_values(draft: Any, ends: BaseEnds, base: Mapping[str, Tensor], seed:
             unlike.append(name)
         yield name, value
     if unlike:
-        log.info("drawn at random, because the base's last layer has other shapes: %s", ", ".join(unlike))
+        log.info("initialised at random, because the base's last layer has other shapes: %s", ", ".join(unlike))
 
 
 @torch.no_grad()

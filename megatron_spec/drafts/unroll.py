@@ -134,8 +134,8 @@ class Supervision:
         ):  # row j of step k predicts t_{j+2+k}, which follows the row it is compared with
             following_N = shift(batch.rejected_BS, 1, 1).t().flatten().long()
             rejected = [following_N[r] for r in wanted]
-        told = [place[r] for r in wanted]
-        return Supervision(rows, active, told, needed.nonzero()[:, 0], rejected, mask_TN.sum(0)[active[0]])
+        teacher_rows = [place[r] for r in wanted]
+        return Supervision(rows, active, teacher_rows, needed.nonzero()[:, 0], rejected, mask_TN.sum(0)[active[0]])
 
 
 @torch.no_grad()
@@ -216,26 +216,26 @@ def head_losses(
         labels_U: draft ids as targets of `hard_ce`; default: the base's argmax. Accuracy is always against the latter.
         paths: fast paths of the draft.
     """
-    told = teacher if labels_U is None else dataclasses.replace(teacher, label_U=labels_U)
+    labelled = teacher if labels_U is None else dataclasses.replace(teacher, label_U=labels_U)
     steps = _step_rows(supervision, teacher, objective)
 
     def row_loss(logits_RD: Tensor, rows_R: Tensor):  # type: ignore[no-untyped-def]
         """Differentiable losses of rows of logits."""
-        return row_losses(logits_RD, told, rows_R, objective.loss_kind, objective.temperature, group)
+        return row_losses(logits_RD, labelled, rows_R, objective.loss_kind, objective.temperature, group)
 
     in_place = scale_ = fp8 = kernels = None
     if paths.kernels() != "none":
         kernels = backend.load(paths.kernels())
         scale_ = kernels.scale_
         if paths.under(objective).on("loss_kernel"):
-            in_place = kernel_row_loss(told, objective.loss_kind, objective.temperature, group, kernels)
+            in_place = kernel_row_loss(labelled, objective.loss_kind, objective.temperature, group, kernels)
         if paths.under(objective).on("draft_head_fp8"):
             fp8 = kernels
     size = chunk_rows(weight_DH, in_place is not None, teacher.columns)
     chunks, order_N, weigh = row_chunks(sum(map(len, states)), size), None, None
     if objective.step_weights == "d-pace":
         fast = None if in_place is None else kernels
-        chunks, order_N, weigh = _paced(supervision, told, objective, group, size, fast)
+        chunks, order_N, weigh = _paced(supervision, labelled, objective, group, size, fast)
     total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_, chunks, fp8, order_N, weigh)
     rows_T = to_device(torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype), stats.device)
     counted = teacher.in_vocab_U[supervision.teacher_rows[0]].sum() if objective.in_vocab_only else None

@@ -33,10 +33,12 @@ def unserved(config: BlockConfig, raw: dict[str, Any] | None = None) -> dict[str
         raw: the folder's config.json; None for the one written here.
     """
     found: dict[str, str] = {}
-    window, told = config.sliding_window is not None, raw is None or raw.get("is_causal") is not None
+    window, declared = config.sliding_window is not None, raw is None or raw.get("is_causal") is not None
     if config.causal and not window:
         seen = "without a window its slots see their complete block, but this draft was trained causal"
-        found |= {"trtllm": seen} if told else {"sglang": f"{seen}, and config.json has no is_causal", "trtllm": seen}
+        found |= (
+            {"trtllm": seen} if declared else {"sglang": f"{seen}, and config.json has no is_causal", "trtllm": seen}
+        )
     if not config.causal and window:
         seen = "with a window its slots see only earlier slots, but this draft was trained on the complete block"
         found |= {"sglang": seen, "trtllm": seen}

@@ -24,21 +24,21 @@ def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
     options, engines = _options(config), engines_of(config)
     if not engines:
         raise UserError(f"{' with '.join(options)}: no engine computes a draft with all of these: leave one out")
-    said = []
+    limits = []
     if options:
-        said.append(f"{', '.join(options)}: only {' and '.join(engines)} can serve such a draft")
-    said += _last_layer(config, base)
+        limits.append(f"{', '.join(options)}: only {' and '.join(engines)} can serve such a draft")
+    limits += _last_layer(config, base)
     if config.reads_captures and len(config.capture_layer_ids) != TESTED_CAPTURES:
-        said.append(
+        limits.append(
             f"this draft has {len(config.capture_layer_ids)} capture_layer_ids, and engines were only tested with "
             f"{TESTED_CAPTURES}: try yours before a long training"
         )
     if config.is_module:
-        said.append(
+        limits.append(
             "no engine loads an eagle-mtp draft of this base today: it can be trained, measured and exported only in a "
             "format of this package; eagle3 and medusa are served"
         )
-    return said
+    return limits
 
 
 def _options(config: DraftConfig) -> list[str]:
@@ -62,10 +62,10 @@ def _last_layer(config: EagleConfig | BlockConfig, base: BaseConfig) -> list[str
 def _block(config: BlockConfig, base: BaseConfig) -> list[str]:
     _check_rope(config)
     lost = unserved(config)
-    said = [f"{engine} will not serve this draft as trained: {why}" for engine, why in lost.items()]
+    limits = [f"{engine} will not serve this draft as trained: {why}" for engine, why in lost.items()]
     if set(lost) == set(ENGINES):
-        said.append("no engine serves such a draft today: it can only be trained, measured and exported")
-    return said + _last_layer(config, base)
+        limits.append("no engine serves such a draft today: it can only be trained, measured and exported")
+    return limits + _last_layer(config, base)
 
 
 def _check_rope(config: EagleConfig | BlockConfig) -> None:

@@ -8,17 +8,44 @@ from megatron_spec.config import BaseConfig, UserError, suggest
 from megatron_spec.families.families import BY_ARCHITECTURE, REFUSED, parse
 from megatron_spec.families.types import check_config
 from megatron_spec.families.written import config_json
-from megatron_spec.runtime.files import read_object
+from megatron_spec.runtime.files import model_json
 from megatron_spec.runtime.hub import model_folder
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "config_json",
+    "draft_kind",
     "parse_base_config",
     "read_base_config",
+    "refuse_draft",
 ]
 
 SUPPORTED_ARCHITECTURES = tuple(BY_ARCHITECTURE)
+_DRAFTS = (
+    ("Eagle3", "EAGLE-3"),
+    ("PEagle", "EAGLE-3"),
+    ("Peagle", "EAGLE-3"),
+    ("LlamaForCausalLMEagle", "EAGLE-1"),
+    ("DFlash", "DFlash"),
+    ("DSpark", "DSpark"),
+    ("Medusa", "Medusa"),
+    ("MTP", "MTP"),
+)
+"""Part of the name of a draft's architecture -> kind."""
+
+
+def draft_kind(names: str) -> str | None:
+    """Kind of draft of these architectures; None if they are not those of a draft."""
+    return next((kind for part, kind in _DRAFTS if part in names), None)
+
+
+def refuse_draft(architectures: object, where: str) -> None:
+    """Raise UserError if the `architectures` of a config.json are those of a draft, where a whole model is expected."""
+    names = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
+    if kind := draft_kind(names):
+        raise UserError(
+            f"{where}: found {names}, a draft ({kind}), expected a whole model: give the base that it was trained for"
+        )
 
 
 def parse_base_config(raw: dict[str, object], where: str) -> BaseConfig:
@@ -32,6 +59,7 @@ def parse_base_config(raw: dict[str, object], where: str) -> BaseConfig:
     if name in REFUSED:
         raise UserError(f"{where}: {name} is not supported as a base: it {REFUSED[name]}")
     if name not in BY_ARCHITECTURE:
+        refuse_draft(architectures, where)
         hint = suggest(name, BY_ARCHITECTURE) if isinstance(name, str) else ""
         raise UserError(
             f"{where}: found architectures {architectures!r}, which is not supported as a base{hint}; "
@@ -45,7 +73,5 @@ def read_base_config(folder: str | Path) -> BaseConfig:
 
     Raises UserError if config.json is missing or the architecture is not supported.
     """
-    path = model_folder(folder, weights=False) / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder}: found no config.json; expected a folder in Hugging Face format")
-    return parse_base_config(read_object(path), str(path))
+    path = model_folder(folder, weights=False)
+    return parse_base_config(model_json(path), str(path / "config.json"))

@@ -82,7 +82,7 @@ def _num_layers(args: dict[str, Any], where: str) -> int:
 def contradictions(args: dict[str, Any], config: BaseConfig) -> list[str]:
     """Stored arguments that contradict a configuration, in values that no tensor's shape shows."""
     rope = config.rope
-    told: dict[str, Any] = {
+    values: dict[str, Any] = {
         "norm_epsilon": config.rms_norm_eps,
         "rotary_base": rope.theta,
         "num_attention_heads": config.num_attention_heads,
@@ -90,8 +90,8 @@ def contradictions(args: dict[str, Any], config: BaseConfig) -> list[str]:
         "use_rope_scaling": rope.type == "llama3",
     }
     if rope.type == "llama3" and args.get("use_rope_scaling"):
-        told["rope_scaling_factor"] = rope.factor
-    known = {name: value for name, value in told.items() if args.get(name) is not None}
+        values["rope_scaling_factor"] = rope.factor
+    known = {name: value for name, value in values.items() if args.get(name) is not None}
     return [f"{name} is {args[name]} there and {value} here" for name, value in known.items() if args[name] != value]
 
 

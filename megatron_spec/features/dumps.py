@@ -75,9 +75,9 @@ def _entries(path: Path) -> dict[str, Any]:
                 return {name: file.get_tensor(name) for name in file.keys() if name in (*_WANTED, "loss_mask")}  # noqa: SIM118
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as e:
-        said = str(e).strip().split("\n")[0][:200]
+        cause = str(e).strip().split("\n")[0][:200]
         raise UserError(
-            f"{path}: cannot be read ({said}): it is damaged, or has more than tensors and plain values"
+            f"{path}: cannot be read ({cause}): it is damaged, or has more than tensors and plain values"
         ) from e
     if not isinstance(found, dict):
         raise UserError(f"{path}: found a {type(found).__name__}, expected a dictionary with {', '.join(_WANTED)}")

@@ -95,8 +95,8 @@ def _question(record: dict[str, Any], where: str, stem: str, number: int) -> Pro
     if system is not None and not isinstance(system, str):
         raise UserError(f"{where}: found system {str(system)[:80]!r}, expected a text")
     check_text([turns, system], where)
-    told: tuple[Message, ...] = ({"role": "system", "content": system},) if system and system.strip() else ()
-    rounds = tuple((*(() if i else told), {"role": "user", "content": turn}) for i, turn in enumerate(turns))
+    system_turn: tuple[Message, ...] = ({"role": "system", "content": system},) if system and system.strip() else ()
+    rounds = tuple((*(() if i else system_turn), {"role": "user", "content": turn}) for i, turn in enumerate(turns))
     identifier = read_identifier(record, where) or f"{stem}-{record.get('question_id', number)}"
     return Prompt(identifier, str(record.get("category") or "none"), rounds, where, *read_extras(record, where))
 

@@ -45,7 +45,7 @@ MOST_ROWS = 1024
 PART = 1 / 16
 STREAM = 1 << 17
 """Draws of one call of the engine, which holds them all in its queue."""
-TOLD_EVERY = 1024
+LOG_EVERY = 1024
 """Draws between two messages."""
 
 
@@ -186,16 +186,16 @@ def write_questions(
     numbers = range(max(kept, default=-1) + 1, DRAWS_PER_QUESTION * count + 100 if len(kept) < count else 0)
     config = _alone(config)
     config = config.replace(batch_size=rows or rows_of(base, config, len(encoder.question_ids())))
-    told = 0
+    logged = 0
     with closing(draw_questions(base, encoder, numbers, config, stop_ids)) as draws:
         for found in draws:
             new = distinct(found, seen, count - len(kept), outcomes)
             kept.update(new)
             if world.rank == 0:
                 append_text(path, "".join(_line(*each) for each in new.items()))
-            if outcomes.total() - told >= TOLD_EVERY or len(kept) == count:
-                told = outcomes.total()
-                log.info("%d questions from %d draws", len(kept), numbers.start + told)
+            if outcomes.total() - logged >= LOG_EVERY or len(kept) == count:
+                logged = outcomes.total()
+                log.info("%d questions from %d draws", len(kept), numbers.start + logged)
             if len(kept) == count:
                 break
     _report(path, kept, count, outcomes, config)

@@ -168,6 +168,8 @@ class Endpoints:
             finally:
                 self.busy[i] -= 1
             if attempt < self.options.retries:
+                if not self.retried:
+                    log.warning("%s: trying again, up to %d times", problem, self.options.retries)
                 self.retried += 1
                 await self.sleep(wait)
         raise Unanswered(problem)

@@ -60,6 +60,5 @@ def shared_linear(x: Tensor, weight_OC: Tensor, bias_O: Tensor | None, group: di
         x: [..., C], equal on all ranks of the group, as is the gradient of the result.
         weight_OC: contiguous.
     """
-    told = (x.flatten(0, -2), weight_OC, bias_O, group)
-    found: Tensor = _SharedLinear.apply(*told)  # type: ignore[no-untyped-call]
+    found: Tensor = _SharedLinear.apply(x.flatten(0, -2), weight_OC, bias_O, group)  # type: ignore[no-untyped-call]
     return found.unflatten(0, x.shape[:-1])

@@ -1,1 +1,1 @@
-"""Decisions based on configurations only: layouts, fast paths, estimates of memory and work. No torch."""
+"""Decisions based on configurations only: layouts, fast paths, estimates of memory and compute. No torch."""

@@ -93,8 +93,8 @@ def write_error(
     """
     path = final_path(path)
     for cause in _causes(error):
-        said = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors
-        number = cause.errno if isinstance(cause, OSError) else int(said[1]) if said else None
+        code = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors
+        number = cause.errno if isinstance(cause, OSError) else int(code[1]) if code else None
         if number == errno.EFBIG or "file too large" in str(cause).lower():
             limit = "larger than a file may be here (see ulimit -f)"
             return UserError(f"{path} cannot be written: {limit}: {hint or 'raise the limit'}")
@@ -117,10 +117,10 @@ def writing(path: Path | str, size: int | None = None, hint: str = "") -> Iterat
     except BaseException as e:
         if not isinstance(e, Exception) and not hasattr(e, "failures"):  # CheckpointException is a BaseException
             raise
-        told = write_error(path, e, size, hint)
-        if told is None:
+        error = write_error(path, e, size, hint)
+        if error is None:
             raise
-        raise told from e
+        raise error from e
 
 
 def rename(source: Path | str, target: Path | str) -> None:
@@ -175,8 +175,20 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Replace a file by indented JSON, atomically. Raises UserError if it cannot be written."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Replace a file by indented JSON, atomically; NaN and infinity, which JSON lacks, become null.
+
+    Raises UserError if it cannot be written.
+    """
+    write_text(path, json.dumps(_in_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _in_json(value: Any) -> Any:
+    """The value with null for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _in_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_in_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_text(path: Path | str, text: str) -> None:
@@ -249,8 +261,9 @@ def require_small(path: Path, kind: str) -> None:
 
 def read_json(path: Path | str) -> Any:
     """Parse a JSON file. Raises UserError naming the file if it is missing, malformed or not text."""
+    text = read_text(path, "JSON")
     try:
-        return json.loads(read_text(path, "JSON"))
+        return json.loads(text)
     except ValueError as e:  # malformed, or a number of more digits than Python reads
         raise UserError(f"{path} is not valid JSON ({e}): it may be truncated; copy it again") from None
     except RecursionError:
@@ -269,6 +282,16 @@ _NAMES = {
 def read_object(path: Path | str, types: Types | None = None, required: Collection[str] = ()) -> dict[str, Any]:
     """The object in a JSON file, checked by `check_object`."""
     return check_object(read_json(path), str(path), types, required)
+
+
+def model_json(folder: Path | str) -> dict[str, Any]:
+    """config.json of a model's folder. Raises UserError if there is none."""
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        found = "found no config.json" if path.is_dir() else "is a file" if path.exists() else "no such folder"
+        gguf = " (GGUF is not read)" if path.suffix == ".gguf" or any(path.glob("*.gguf")) else ""
+        raise UserError(f"{folder}: {found}; expected a folder in Hugging Face format{gguf}")
+    return read_object(path / "config.json")
 
 
 def check_object(value: Any, where: str, types: Types | None = None, required: Collection[str] = ()) -> dict[str, Any]:

@@ -141,12 +141,12 @@ def apex_problem() -> str | None:
             return f"it is not NVIDIA's (there is no {e.name}; PyPI has another package of that name)"
         return f"it needs {e.name}, which is not installed"
     except Exception as e:
-        said = _one_line(e)
-        if "undefined symbol" in said:
-            return f"it was built for another torch ({said})"
-        if "lib" in said and ".so" in said:
-            return f"it was built for another CUDA version ({said})"
-        return f"it does not import ({type(e).__name__}: {said})"
+        message = _one_line(e)
+        if "undefined symbol" in message:
+            return f"it was built for another torch ({message})"
+        if "lib" in message and ".so" in message:
+            return f"it was built for another CUDA version ({message})"
+        return f"it does not import ({type(e).__name__}: {message})"
     return None
 
 

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from megatron_spec.config import UserError
 from megatron_spec.export.check import kind_of, refusals
 from megatron_spec.export.formats.options import PARALLEL_KEYS
+from megatron_spec.export.formats.reading import refuse_checkpoint
 from megatron_spec.export.tensor_files import read_entries
-from megatron_spec.runtime.files import read_object
+from megatron_spec.runtime.files import model_json
 from megatron_spec.runtime.hub import is_hub_name, model_folder
 from megatron_spec.runtime.provenance import trained_steps
 
@@ -130,7 +131,8 @@ def exported(
     path, named = model_folder(folder, weights=False), is_hub_name(folder)
     if not (path / "config.json").is_file() and (path / "draft" / "config.json").is_file():
         path = path / "draft"
-    config = read_object(path / "config.json")
+    refuse_checkpoint(path)
+    config = model_json(path)
     model = str(folder) if named else str(Path(place or path).resolve())  # an engine downloads it itself
     method = _method(path, config, named)
     length = _draft_len(method, config, max_draft_len)

@@ -103,8 +103,8 @@ def _apex_products() -> Any:
 def order() -> str:
     """What `auto` chooses from, with the reasons of those that are not there, for the log."""
     why = {name: _absent(name) for name in TITLES}
-    said = [TITLES[name] + (f" ({why[name]})" if why[name] else "") for name in TITLES]
-    return f"the first of {said[0]}, {said[1]} and {said[2]}"
+    names = [TITLES[name] + (f" ({why[name]})" if why[name] else "") for name in TITLES]
+    return f"the first of {names[0]}, {names[1]} and {names[2]}"
 
 
 def _absent(name: str) -> str | None:

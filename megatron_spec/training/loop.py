@@ -24,7 +24,7 @@ from megatron_spec.features.base import FeatureSource
 from megatron_spec.runtime.platform import to_device
 from megatron_spec.training.metrics import name_metrics
 from megatron_spec.training.step import StepResult, Trainer
-from megatron_spec.training.tracking import Progress, Tracker
+from megatron_spec.training.tracking import Progress, Rate, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def train(
     Raises NonFiniteLossError, with the iteration and the samples of the batch, when loss or gradient are not finite.
     """
     last = position.begun_at + train.train_iters
-    progress = Progress(last, position.iteration)
+    progress, rate = Progress(last, position.iteration), Rate()
     first, left, size = position.consumed_samples, last - position.iteration, train.global_batch_size
     if left <= 0 and trainer.world.rank == 0:
         beyond = f", beyond the {train.train_iters} of --train-iters" if left < 0 else ""
@@ -152,7 +152,8 @@ def train(
             position.iteration += 1
             position.consumed_samples += train.global_batch_size
             tokens = sum(b.num_tokens for b in batches) * trainer.world.dp_size
-            _report(result, trainer, position, tokens / (time.monotonic() - begin), train, tracker, progress)
+            speed = rate.of(tokens, time.monotonic() - begin, ahead.drained)
+            _report(result, trainer, position, speed, train, tracker, progress)
             ended = position.iteration == last
             stopping = stop.agreed(trainer.world.device)
             saver.poll()

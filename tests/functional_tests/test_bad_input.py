@@ -146,6 +146,7 @@ def finetune(place: Path, tmp_path: Path, **changes: Any) -> str:
 def test_missing_checkpoint_and_data(place: Path, tmp_path: Path) -> None:
     assert "no such folder" in finetune(place, tmp_path, load=str(tmp_path / "nothing"))
     assert "no such file" in finetune(place, tmp_path, data=str(tmp_path / "nothing.jsonl"))
+    assert "is a folder, expected a file" in finetune(place, tmp_path, data=str(tmp_path))
 
 
 def test_sequence_beyond_the_base(place: Path, tmp_path: Path) -> None:

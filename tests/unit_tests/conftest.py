@@ -1,7 +1,9 @@
-"""One base and one overfitted draft for the tests of decoding, generation and evaluation."""
+"""One base and one overfitted draft for the tests of decoding, generation and evaluation; log levels for all."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,16 @@ import pytest
 import torch
 
 from tests.unit_tests.decoding import tiny_models
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """A test that runs a script, which sets up logging, leaves no log level behind."""
+    loggers = [logging.getLogger(name) for name in ("megatron_spec", "megatron.core")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

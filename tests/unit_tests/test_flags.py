@@ -18,7 +18,6 @@ from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, recorded_obj
 from megatron_spec.commands import runs
 from megatron_spec.commands.checks import check_base_shapes
 from megatron_spec.config import (
-    BaseConfig,
     Config,
     DecodeConfig,
     MedusaConfig,
@@ -31,13 +30,11 @@ from megatron_spec.config import (
 )
 from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.decoding.options import check_lengths, check_options, check_undrafted
+from tests.tiny import llama
 from tools.megatron_flags_table import page
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = BaseConfig(
-    family="llama", hidden_size=32, intermediate_size=48, num_layers=12, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, vocab_size=96, max_position_embeddings=256,
-)  # fmt: skip
+BASE = llama(num_layers=12)
 SCRIPTS = sorted((ROOT / "examples" / "post_training").glob("*.py"))
 RUNS = [c for c in vars(runs).values() if isinstance(c, type) and issubclass(c, runs.ScriptRun)]
 
@@ -292,8 +289,8 @@ def test_settings_without_effect_are_refused() -> None:
         (lambda: runs.ConvertRun("b", "s", draft="d", seed=1), "--seed does nothing with --draft"),
         (lambda: runs.ConvertRun("b", "s", eagle_algorithm="eagle-mtp", mtp_from_base=True, seed=1), "--mtp-from-base"),
         (lambda: runs.GenerateRun(None, "o", base="b", synthesize=2, num_prompts=2), "--num-prompts is for --data"),
-        (lambda: runs.GenerateRun("d", "o", base="b", decode=DecodeConfig(seed=3)), "--seed is that of sampling"),
-        (lambda: runs.ValidateRun("d", base="b", decode=DecodeConfig(seed=3)), "--seed is that of sampling"),
+        (lambda: runs.GenerateRun("d", "o", base="b", decode=DecodeConfig(seed=3)), "--seed has no effect at temp"),
+        (lambda: runs.ValidateRun("d", base="b", decode=DecodeConfig(seed=3)), "--seed has no effect at temp"),
         (lambda: presets.objective_for(
             presets.eagle_config(BASE, "p-eagle", {"sliding_window": 6, "mask_token_id": 3}),
             ObjectiveConfig(ttt_steps=7),
@@ -344,7 +341,7 @@ def test_defaults_given_without_effect_are_refused(capsys: pytest.CaptureFixture
     decode = ("--data", "d", "--output", "o", "--base", "b")
     said_of = lambda *words: said(runs.GenerateRun, capsys, *decode, *words)  # noqa: E731
     assert "top_p needs a temperature above 0" in said_of("--top-p", "1")
-    assert "--seed is that of sampling" in said_of("--seed", "0")
+    assert "--seed has no effect at temperature 0" in said_of("--seed", "0")
     run = cli.Parser("x", runs.GenerateRun).parse_args([*decode, "--max-draft-len", "3", "--relaxed-topk", "1"]).run
     with pytest.raises(UserError, match="--max-draft-len needs a draft"):
         check_undrafted(run.decode)

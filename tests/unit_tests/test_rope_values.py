@@ -58,4 +58,6 @@ def test_keys_without_effect_on_text_are_accepted(key: dict[str, Any]) -> None:
 
 
 def test_zero_counts_as_absent_where_files_have_it() -> None:
-    read_rope({"rope_scaling": {**YARN, "mscale": 0, "mscale_all_dim": 0, "beta_fast": 0}}, "config.json")
+    zeros = {"mscale": 0, "mscale_all_dim": 0, "beta_fast": 0}
+    absent = {key: value for key, value in YARN.items() if key not in zeros}
+    assert read_rope({"rope_scaling": {**YARN, **zeros}}, "") == read_rope({"rope_scaling": absent}, "")

@@ -80,4 +80,4 @@ class ConvertRun(Parallel, Precision, Layers, DraftRequest):
         super().validate()
         flag = "--mtp-from-base" if self.mtp_from_base else "--draft"
         if (self.mtp_from_base or self.draft is not None) and self.sets("seed"):
-            raise UserError(f"--seed does nothing with {flag}: no value is drawn; leave it out")
+            raise UserError(f"--seed does nothing with {flag}, which initialises no weights: leave it out")

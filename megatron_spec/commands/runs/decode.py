@@ -13,10 +13,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _check_seed(decode: DecodeConfig) -> None:
-    """Raise UserError for a seed of nothing. A drafter of the user's may draw whatever the temperature."""
+    """Raise UserError for a seed without effect. A user's drafter may sample at any temperature."""
     require(
         not decode.sets("seed") or decode.temperature > 0 or decode.decoding_type == "User",
-        "--seed is that of sampling, and at temperature 0 nothing is drawn: give --temperature, or leave it out",
+        "--seed has no effect at temperature 0, where nothing is sampled: give --temperature, or leave it out",
     )
 
 
@@ -53,7 +53,7 @@ class ValidateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
         )
         lens = self.draft_lens
         if lens is not None and (not lens or min(lens) < 1 or len(set(lens)) < len(lens)):
-            raise UserError(f"--max-draft-len: found {list(lens)}, expected different numbers from 1")
+            raise UserError(f"--max-draft-len: found {list(lens)}, expected distinct numbers of at least 1")
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,15 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     decode: DecodeConfig = group(DecodeConfig)
     """Decoding."""
     synthesize: int | None = option(None, "N", least=1)
-    """Have the base write N questions into OUTPUT.questions.jsonl, and answer them, too."""
+    """Have the base write N questions (kept in OUTPUT.questions.jsonl) and answer them; with --data, besides the
+    prompts."""
     question_temperature: float | None = option(None, "T", least=0)
     """Temperature of the questions (--synthesize; default: 1)."""
     question_batch_size: int | None = option(None, "N", least=1)
-    """Questions drawn at a time (--synthesize; default: --batch-size, on a GPU up to 1024 as its memory allows). Up to
-    rounding the questions do not depend on it."""
+    """Questions drawn at a time (--synthesize; default: --batch-size, on a GPU up to 1024 if memory allows). It does
+    not change the questions, up to rounding."""
     save_rejections: bool = False
-    """Record in every line with which tokens the base replaced rejected draft tokens, for --replay-weight."""
+    """Record which tokens of an answer replaced a rejected draft token, for finetune.py --replay-weight."""
 
     def validate(self) -> None:
         """Raise UserError for flags that are missing or contradict one another."""

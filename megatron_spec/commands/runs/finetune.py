@@ -35,7 +35,7 @@ class EvalRequest(Config):
     num_prompts: int = option(32, "N", flag="eval-prompts", least=1)
     """Number of held-out prompts, from the start of the file."""
     max_draft_len: int = option(3, "N", flag="eval-draft-len", least=1)
-    """Draft tokens of the evaluation."""
+    """Draft tokens per proposal in the evaluation."""
     max_new_tokens: int = option(64, "N", flag="eval-tokens", least=1)
     """Maximum tokens per answer in the evaluation."""
 
@@ -102,7 +102,8 @@ class FinetuneRun(Parallel, ChatText, MovedBase, DraftModules, ModelRun):
     evaluation: EvalRequest = group(EvalRequest)
     """Acceptance on held-out prompts while the draft trains."""
     dry_run: bool = False
-    """Print layout, placement, memory and work, and exit. --load may be a folder with only a config.json."""
+    """Print the layout, the placement and estimates of memory and compute, and exit. --load may be a folder with only a
+    config.json."""
     num_nodes: int | None = option(None, "N", least=1)
     """--dry-run: number of machines (default: 1)."""
     gpus_per_node: int | None = option(None, "N", least=1)

@@ -18,7 +18,8 @@ from megatron_spec.export.formats import DraftProblems, Reading, Source, open_so
 from megatron_spec.export.formats.block_forms import algorithm_of
 from megatron_spec.export.native_mtp import is_own_module
 from megatron_spec.export.tensor_files import Entry
-from megatron_spec.runtime.files import read_object
+from megatron_spec.families import draft_kind
+from megatron_spec.runtime.files import model_json, read_object
 from megatron_spec.runtime.hub import is_hub_name, model_folder
 
 __all__ = ["Engine", "Finding", "check_folder", "kind_of", "refusals"]
@@ -62,18 +63,8 @@ def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
         return "speculators"
     if (algorithm := algorithm_of(config)) is not None:
         return {"dflash": "DFlash", "dspark": "DSpark"}[algorithm]
-    for part, kind in (
-        ("Eagle3", "EAGLE-3"),
-        ("PEagle", "EAGLE-3"),
-        ("Peagle", "EAGLE-3"),
-        ("LlamaForCausalLMEagle", "EAGLE-1"),
-        ("DFlash", "DFlash"),
-        ("DSpark", "DSpark"),
-        ("Medusa", "Medusa"),
-        ("MTP", "MTP"),
-    ):
-        if part in names:
-            return kind
+    if kind := draft_kind(names):
+        return kind
     if config.get("model_type") == "medusa" or any(n.split(".")[0].isdigit() for n in tensors):
         return "Medusa"
     if is_own_module(config) and "model.embed_tokens.weight" not in tensors and tensors:
@@ -206,7 +197,7 @@ def check_folder(path: Path | str, engine: Engine | None = None, base: Path | st
     path = model_folder(path)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
-    base_json = read_object(model_folder(base, weights=False) / "config.json") if base is not None else None
+    base_json = model_json(model_folder(base, weights=False)) if base is not None else None
     source = open_source(path)
     kind = kind_of(source.raw, source.entries)
     problems, reading = _read(source, kind, base_json)

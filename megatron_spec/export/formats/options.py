@@ -49,7 +49,7 @@ PLAIN_NESTED: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 """The same for EAGLE-1, which reads the last state."""
 _NESTED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
-    "p-eagle": {key: said for key, said in NESTED.items() if key != "parallel_drafting"},
+    "p-eagle": {key: value for key, value in NESTED.items() if key != "parallel_drafting"},
     "eagle3": NESTED, "eagle1": PLAIN_NESTED, "eagle-mtp": {},
 }  # fmt: skip
 PARALLEL_KEYS = ("ptd_token_id", "pard_token", "parallel_drafting")
@@ -81,7 +81,7 @@ def check_options(source: Source, raw: dict[str, Any], kind: str) -> list[Proble
         raw: config.json with nested layer descriptions at the top level (`keys.flatten`).
         kind: 'eagle3', 'p-eagle', 'eagle1' or 'eagle-mtp'.
     """
-    neutral = {key: said for key, said in NEUTRAL.items() if key not in _USED[kind]}
+    neutral = {key: value for key, value in NEUTRAL.items() if key not in _USED[kind]}
     problems = _differing(raw, neutral, "") + _vocabularies(raw, kind) + other_layers(raw)
     problems += [] if kind in READS_CAPTURES and draft_window(raw) else _window(raw)
     used = LAYER | NEUTRAL.keys() | _USED[kind] | (set(CONTAINERS) if raw is not source.raw else set())

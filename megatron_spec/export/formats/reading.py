@@ -10,10 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from megatron_spec.checkpoint.spec import is_draft_checkpoint
 from megatron_spec.config import BaseConfig, DraftConfig, EagleConfig, UserError
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export.tensor_files import Entry, read_entries
-from megatron_spec.runtime.files import read_object
+from megatron_spec.runtime.files import model_json
 
 SCALES = ("weight_scale", "input_scale", "weight_scale_2")
 """Tensors of a quantised linear."""
@@ -46,6 +47,12 @@ class DraftProblems(UserError):
         super().__init__(f"{folder}: " + "; ".join(f"{p.found} ({p.fix})" for p in problems[:4]))
 
 
+def refuse_checkpoint(folder: Path) -> None:
+    """Raise UserError for a draft checkpoint of this package, where an exported draft is expected."""
+    if is_draft_checkpoint(folder):
+        raise UserError(f"{folder} is a draft checkpoint, expected an exported draft: run export.py --load {folder}")
+
+
 @dataclass
 class Source:
     """A folder on disk: its config.json without nulls, and its tensors by name."""
@@ -61,7 +68,8 @@ class Source:
             raise UserError(f"{folder}: no such folder")
         if not (folder / "config.json").is_file() and (folder / "draft" / "config.json").is_file():
             raise UserError(f"{folder} is a folder of export.py with the draft in it: give {folder / 'draft'}")
-        raw = read_object(folder / "config.json")
+        refuse_checkpoint(folder)
+        raw = model_json(folder)
         if not isinstance(raw, dict):
             raise UserError(f"{folder / 'config.json'}: expected a JSON object, found {type(raw).__name__}")
         names = raw.get("architectures") or []

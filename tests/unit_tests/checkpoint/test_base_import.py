@@ -70,6 +70,18 @@ def test_rotary_buffers_of_old_files_are_ignored(folder: Path, world: World) -> 
 def test_folders_without_a_base_are_refused(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         inspect_base(tmp_path / "nowhere")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(UserError, match=r"model.gguf: is a file; expected a base"):
+        inspect_base(tmp_path / "model.gguf")
+    (tmp_path / "save" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "save" / "iter_0000001" / "spec.json").touch()
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("1")
+    with pytest.raises(UserError, match="save is a draft checkpoint, expected a base: give the folder of the one"):
+        inspect_base(tmp_path / "save")
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    with pytest.raises(UserError, match=r"a draft \(EAGLE-3\), expected a whole model: give the base"):
+        inspect_base(tmp_path / "draft")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"found pytorch_model\.bin: convert it to safetensors"):
         inspect_base(folder)

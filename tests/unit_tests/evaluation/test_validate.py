@@ -79,17 +79,22 @@ def _seconds_of(chat: Any) -> list[float]:
     return run._measure([Dialogue(p) for p in chat.prompts[:2]], SimpleNamespace(update=lambda: None)).seconds
 
 
-def test_wrong_text_is_detected(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verification that accepts whatever is drafted must not pass."""
+@pytest.fixture
+def wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verification that emits other tokens than it should wherever something was drafted."""
     real = step.verify
 
-    def credulous(*args: Any) -> Any:
+    def verify(*args: Any) -> Any:
         verdict = real(*args)
         if args[1].depth:
             verdict.emitted_BP = (verdict.emitted_BP + 1) % 200 + 30
         return verdict
 
-    monkeypatch.setattr(step, "verify", credulous)
+    monkeypatch.setattr(step, "verify", verify)
+
+
+@pytest.mark.usefixtures("wrong_text")
+def test_wrong_text_is_detected(chat: Any) -> None:
     report = validate(chat.base, NGramDrafter(2), chat.prompts[:1], chat.tokenizer, CHAT_CONFIG, stop_ids=chat.stop_ids)
     assert report.first.text_identical is False
     [mismatch] = report.first.mismatches
@@ -98,17 +103,10 @@ def test_wrong_text_is_detected(chat: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert mismatch.top_gap > 1e-3 and not mismatch.near_tie and report.first.near_ties == 0
 
 
+@pytest.mark.usefixtures("wrong_text")
 def test_exact_ties_are_not_differences(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same wrong text, with two tokens patched to share the largest logit: both counts are reported."""
-    real, prompts = step.verify, chat.prompts[:1]
-
-    def other_choice(*args: Any) -> Any:
-        verdict = real(*args)
-        if args[1].depth:
-            verdict.emitted_BP = (verdict.emitted_BP + 1) % 200 + 30
-        return verdict
-
-    monkeypatch.setattr(step, "verify", other_choice)
+    prompts = chat.prompts[:1]
     wrong = validate(chat.base, NGramDrafter(2), prompts, chat.tokenizer, CHAT_CONFIG, stop_ids=chat.stop_ids).first
     [mismatch] = wrong.mismatches
     assert (wrong.differences, wrong.exact_ties, wrong.unexplained) == (1, 0, 1) and not mismatch.exact_tie

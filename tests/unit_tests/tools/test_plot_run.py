@@ -67,6 +67,11 @@ def test_nothing_to_draw_is_an_error(tmp_path):
             draw(write(tmp_path, lines))
     with pytest.raises(UserError, match=r"ending in .png"):
         draw(write(tmp_path, [json.dumps(row(1))]), "--output", tmp_path / "x.pdf")
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written"):
+        draw(tmp_path, "--output", tmp_path / "metrics.jsonl" / "x.png")
+    (tmp_path / "metrics.jsonl").write_bytes(b"\x80")
+    with pytest.raises(UserError, match="is not valid JSON"):
+        draw(tmp_path)
 
 
 def test_a_run_that_went_on_with_other_draft_steps(tmp_path, monkeypatch):

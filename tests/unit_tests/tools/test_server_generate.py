@@ -140,10 +140,11 @@ def test_full_disk_is_a_user_error_and_a_rerun_goes_on(prompts, tmp_path):
     check(output)
 
 
-def test_failures_are_retried_with_backoff(prompts, tmp_path):
+def test_failures_are_retried_with_backoff(prompts, tmp_path, caplog):
     failures = [500, (429, {"retry_after": "7"}), "half", "close", "garbage", 503, 500, "half"]
     with Server(lambda n, body: failures[n] if n < len(failures) else echo(n, body)) as server:
         totals, pauses = ask(prompts, tmp_path / "out.jsonl", server, concurrency=1, retries=8)
+    assert caplog.text.count("trying again, up to 8 times") == 1
     check(tmp_path / "out.jsonl")
     assert totals.retries == len(failures) == len(pauses) and totals.unanswered == 0
     assert pauses[1] == 7.0  # what the server asked for
@@ -247,12 +248,15 @@ def test_invalid_flags_are_refused_before_any_request(prompts, tmp_path):
         given = ["--data-path", str(prompts), "--output-path", str(tmp_path / "out.jsonl"), *flags]
         server_generate.generate(server_generate.make_parser().parse_args(given))
 
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
     with Server() as server:
         for flags, words in (
-            (["--url", "localhost:8000"], "expected http://HOST:PORT/v1"),
+            (["--url", "localhost:8000"], "localhost:8000: expected the URL of a server"),
+            (["--data-path", str(empty)], "holds no prompt"),
             (["--timeout", "0"], "expected a positive number of seconds"),
-            (["--temperature", "-1"], "--temperature -1.0: expected a number from 0"),
-            (["--temperature", "nan"], "--temperature nan: expected a number from 0"),
+            (["--temperature", "-1"], "--temperature -1.0: expected a number of at least 0"),
+            (["--temperature", "nan"], "--temperature nan: expected a number of at least 0"),
             (["--top-p", "0"], "--top-p 0.0: expected a number above 0"),
             (["--extra-body", "[1]"], "expected a JSON object"),
             (["--extra-body", "{"], "is not JSON"),

@@ -37,14 +37,17 @@ def packages() -> Iterator[None]:
         yield
 
 
+def gradient(p: torch.Tensor, step: int, number: int) -> torch.Tensor:
+    return torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + number))
+
+
 class Run:
     """A draft with megatron-core's DDP and optimizer, and gradients that depend on the step alone."""
 
     def __init__(self, impl: OptimizerImpl, **train: Any) -> None:
         self.world = distributed.initialize()
-        self.train = TrainConfig(
-            train_iters=8, lr=3e-2, weight_decay=0.1, lr_decay_style="constant", optimizer_impl=impl, **train
-        )
+        settings = {"train_iters": 8, "lr": 3e-2, "weight_decay": 0.1, "lr_decay_style": "constant", **train}
+        self.train = TrainConfig(optimizer_impl=impl, **settings)
         self.dtype = torch.bfloat16 if self.train.bf16 else torch.float32
         self.vocab = DraftVocab.full(24)
         self.draft = build_draft(CONFIG, self.vocab, self.world, self.dtype)
@@ -59,8 +62,7 @@ class Run:
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
             for i, p in enumerate(self.draft.parameters()):
-                noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
-                p.main_grad.copy_(noise)
+                p.main_grad.copy_(gradient(p, step, i))
             finish_gradients(self.ddp, self.world, torch.tensor(1.0, device=self.world.device))
             self.optimizer.step()
             self.scheduler.step(increment=1)
