@@ -57,6 +57,8 @@ class CheckpointSpec(Config):
     """Fake quantisation; None: not quantised."""
     iteration: int = 0
     """Optimizer steps of the run that saved it."""
+    draft_class: str | None = None
+    """module:Class of a draft of the user's; None: this package's class for the algorithm."""
     format_version: int = FORMAT_VERSION
     """Version of this file."""
 
