@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megatron_spec.base import te
-from megatron_spec.commands.data import check_base_shapes, check_file
+from megatron_spec.commands.checks import check_base_shapes
+from megatron_spec.commands.data import check_file
 from megatron_spec.commands.decode_inputs import (
     Inputs,
     Models,
