@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,8 @@ def change(line: Line, base: Line | None) -> str:
         return text
     if not (sum(line["few_steps"]) and sum(base["few_steps"])):  # all answers have one token
         return text
-    low, high = change_ci95((line["few_tokens"], line["few_steps"]), (base["few_tokens"], base["few_steps"]))
-    return f"{text} ({low:+.3f} to {high:+.3f})"
+    found = change_ci95((line["few_tokens"], line["few_steps"]), (base["few_tokens"], base["few_steps"]))
+    return text if found is None else f"{text} ({found[0]:+.3f} to {found[1]:+.3f})"
 
 
 def _some(found: dict[str, Line], chosen: Sequence[str], base: Line | None, what: str) -> str:
@@ -150,11 +151,21 @@ def pooled(lines: Sequence[Line]) -> Line:
 
 
 def ablations(found: dict[str, Line], prefix: str = "ablation ", control: str = "defaults") -> str:
-    """One row per setting; with several seeds, pooled, and the change of each against `control`."""
+    """The table of the settings whose names begin with `prefix`, seeds after them."""
     seeds: dict[str, list[Line]] = {}
     for name, line in found.items():
         if name.startswith(prefix):
-            seeds.setdefault(name.removeprefix(prefix).split(" seed ")[0], []).append(line)
+            seeds.setdefault(setting_of(name.removeprefix(prefix)), []).append(line)
+    return settings_table(seeds, control)
+
+
+def setting_of(name: str) -> str:
+    """The name without its seed."""
+    return re.sub(r" seed \d+$", "", name)
+
+
+def settings_table(seeds: dict[str, list[Line]], control: str) -> str:
+    """One row per setting; with several seeds, pooled, and the change of each against `control`."""
     least = min(map(len, seeds.values()), default=0)
     if least < 2 or control not in seeds:
         first = {name: lines[0] for name, lines in seeds.items()}

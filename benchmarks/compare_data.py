@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.acceptance_page import Line, ablations, read_results
+from benchmarks.acceptance_page import Line, read_results, setting_of, settings_table
 from megatron_spec import cli
 from megatron_spec.config import UserError
 
@@ -25,14 +25,10 @@ DATA = ("answer_temperature", "user_questions", "data", "conversations", "answer
 def compared(runs: dict[str, list[Line]], kind: str) -> str:
     """The table of the greedy ("measured") or sampled answers; '' unless all runs have them."""
     seeds = {
-        run: [x for x in lines if x["kind"] == kind and x["name"].startswith("ablation defaults")]
+        run: [x for x in lines if x["kind"] == kind and setting_of(x["name"]) == "ablation defaults"]
         for run, lines in runs.items()
     }
-    if not all(seeds.values()):
-        return ""
-    named = [(f"ablation {run}", line) for run, lines in seeds.items() for line in lines]
-    found = {name + line["name"].removeprefix("ablation defaults"): line for name, line in named}
-    return ablations(found, control=next(iter(runs)))
+    return settings_table(seeds, next(iter(runs))) if all(seeds.values()) else ""
 
 
 def read_runs(folders: list[str]) -> dict[str, list[Line]]:

@@ -340,9 +340,6 @@ def main(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     Args:
         words: the command line, for the report.
     """
-    if args.tiny:
-        args.seq_length, args.draft_vocab_size = [min(s, 64) for s in args.seq_length], 128
-        args.iters = args.warmup = args.repeats = 1
     torch.manual_seed(0)
     world = distributed.initialize()
     torch.manual_seed(0)  # the same tokens in every run
@@ -352,8 +349,7 @@ def main(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         "transformer_engine" if args.transformer_engine else "local", "e4m3" if args.fp8_recipe else None,
         args.fp8_recipe,
     )  # fmt: skip
-    shape = "tiny" if args.tiny else args.shape
-    base = random_base(base_shape(shape), world, dtype, layers)
+    base = random_base(base_shape(args.shape), world, dtype, layers)
     if args.plain:
         base.direct = None
         for module in base.modules():
@@ -364,7 +360,8 @@ def main(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
 
         run_in_fp8(base)
     pairs = [tuple(map(int, p.split("x"))) for p in args.only] if args.only else [
-        (S, T) for S in dict.fromkeys(args.seq_length) for T in dict.fromkeys(args.ttt_steps)
+        (S, T) for S in dict.fromkeys(args.seq_length)
+        for T in dict.fromkeys(args.ttt_steps if args.draft == "eagle3" else args.ttt_steps[:1])  # blocks: one size
     ]  # fmt: skip
     entries = []
     for S, T in pairs:
@@ -381,7 +378,7 @@ def main(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         if cuda:
             torch.cuda.empty_cache()
     report = {
-        **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "shape": shape, "plain": args.plain,
+        **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "shape": args.shape, "plain": args.plain,
         "draft": args.draft, "without": args.without,
         "transformer_engine": args.transformer_engine, "base_fp8": args.base_fp8,
         "fp8_recipe": args.fp8_recipe, "draft_fp8": args.draft_fp8, "offline": args.offline,

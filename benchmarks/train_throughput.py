@@ -35,19 +35,24 @@ from megatron_spec.planning.paths import PATHS
 from megatron_spec.runtime.optional import leave_out_engine
 
 OF_BLOCK_DRAFTS = ("draft_layers", "block_size", "anchors", "block_weights", "backbone_weight")
-OF_EAGLE = ("step_weights", "draft_vocab_size")
+OF_EAGLE = ("step_weights", "draft_vocab_size", "ttt_steps")
+SIZES: dict[str, tuple[Any, Any]] = {
+    "seq_length": ([4096, 2048], [64]), "ttt_steps": ([7, 3], [7, 3]), "draft_vocab_size": (32000, 128),
+    "iters": (8, 1), "warmup": (2, 1), "repeats": (3, 1), "shape": ("llama-3.1-8b", "tiny"),
+}  # fmt: skip
+"""Flag -> its default, and that of --tiny."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seq-length", type=int, nargs="+", default=[4096, 2048])
-    parser.add_argument("--ttt-steps", type=int, nargs="+", default=[7, 3])
+    parser.add_argument("--seq-length", type=int, nargs="+")
+    parser.add_argument("--ttt-steps", type=int, nargs="+", help="of EAGLE-3")
     parser.add_argument("--micro-batch-size", type=int, default=2)
-    parser.add_argument("--draft-vocab-size", type=int, default=32000)
-    parser.add_argument("--iters", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3, help="the median of this many timings is reported")
+    parser.add_argument("--draft-vocab-size", type=int)
+    parser.add_argument("--iters", type=int)
+    parser.add_argument("--warmup", type=int)
+    parser.add_argument("--repeats", type=int, help="the median of this many timings is reported")
     parser.add_argument("--base-fp8", action="store_true", help="run the base's linears and the teacher's head in fp8")
     parser.add_argument("--draft-fp8", action="store_true", help="run the draft's layer and head in fp8")
     parser.add_argument("--offline", action="store_true", help="features from disk; MFU is that of the draft's work")
@@ -67,22 +72,36 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--without", nargs="+", choices=PATHS, default=[], metavar="PATH", help="fast paths turned off")
     parser.add_argument("--only", nargs="+", default=None, metavar="SxT", help="pairs such as 4096x7, instead of all")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="of the base")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="of the base")
     parser.add_argument("--plain", action="store_true", help="no fused unroll and no short forward of the base")
     parser.add_argument("--transformer-engine", action="store_true", help="the base of its modules")
     parser.add_argument("--fp8-recipe", choices=get_args(BaseRecipe), help="with --transformer-engine: its fp8")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model: works on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, one short timing: works on a CPU")
     parser.add_argument("--profile", default=None, metavar="PREFIX", help="write the time per kernel to PREFIX_S_T.txt")
     parser.add_argument("--output", type=Path, default=None, help="JSON file")
     args = parser.parse_args(argv)
     for name in OF_BLOCK_DRAFTS if args.draft == "eagle3" else OF_EAGLE:
         if getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} does nothing with --draft {args.draft}: leave it out")
-    if args.fp8_recipe and not args.transformer_engine:
-        parser.error("--fp8-recipe needs --transformer-engine")
-    for name in ("iters", "repeats", "micro_batch_size"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
+    ignored = {
+        "--fp8-recipe needs --transformer-engine": args.fp8_recipe and not args.transformer_engine,
+        "--store needs --offline": args.store and not args.offline,
+        "--tiny has a shape of its own: leave --shape out": args.tiny and args.shape,
+        "--only has the lengths and steps: leave --seq-length and --ttt-steps out": args.only
+        and (args.seq_length or args.ttt_steps),
+    }
+    for said, holds in ignored.items():
+        if holds:
+            parser.error(said)
+    for name, (usual, tiny) in SIZES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, tiny if args.tiny else usual)
+    for name, least in (("iters", 1), ("repeats", 1), ("micro_batch_size", 1), ("warmup", 0), ("draft_vocab_size", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least {least}")
+    for name in ("seq_length", "ttt_steps"):
+        if min(getattr(args, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} {min(getattr(args, name))}: expected at least 1")
     if not 0 < args.supervised_share <= 1:
         parser.error(f"--supervised-share {args.supervised_share:g}: expected above 0, at most 1")
     for pair in args.only or ():
@@ -103,6 +122,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     if not args.tiny and not platform.has_cuda():
         raise UserError("no GPU was found, expected one: --tiny runs in miniature on a CPU")
+    if args.profile and not platform.has_cuda():
+        raise UserError("--profile lists the kernels of a GPU, none was found: leave it out")
     return measure_training.main(args, argv or sys.argv[1:])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_spec.batch import Batch
+from megatron_spec.config import BaseConfig
 
 
 def _shape(**overrides: Any) -> dict[str, Any]:
@@ -26,6 +27,22 @@ def _shape(**overrides: Any) -> dict[str, Any]:
         initializer_range=0.1,
     )
     return {**values, **overrides}
+
+
+def llama(**overrides: Any) -> BaseConfig:
+    """The configuration of `save_llama`, but for `overrides`."""
+    values: dict[str, Any] = dict(
+        family="llama",
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=96,
+        max_position_embeddings=256,
+    )
+    return BaseConfig(**{**values, **overrides})
 
 
 def save_llama(folder: Path, **overrides: Any) -> Path:

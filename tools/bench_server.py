@@ -122,13 +122,13 @@ def main(args: argparse.Namespace) -> None:
     if args.output:
         require_writable(Path(args.output).absolute().parent)  # measuring takes long
     if args.output and Path(args.output).resolve() == Path(args.data).resolve():
-        raise UserError(f"--data {args.data} is the output, too: it would be overwritten")
+        raise UserError(f"--data {args.data} is also the output: it would be overwritten")
     prompts = read_prompts(args.data, args.num_prompts)
     for prompt in prompts:
         if prompt.tools or prompt.template_kwargs:
             raise UserError(f"{prompt.where}: tools and chat_template_kwargs are not sent, expected messages alone")
     if not 0 <= args.temperature < float("inf"):
-        raise UserError(f"--temperature {args.temperature}: expected a number from 0")
+        raise UserError(f"--temperature {args.temperature}: expected a number of at least 0")
     report = asyncio.run(measure(args, [list(p.rounds[0]) for p in prompts]))
     if args.output:
         write_json(args.output, report)

@@ -65,7 +65,7 @@ def make_parser() -> cli.Parser:
 def main(args: argparse.Namespace) -> None:
     """Write the page. Raises UserError if it would replace a report."""
     if Path(args.html).resolve() in {Path(path).resolve() for path in args.reports}:
-        raise UserError(f"--html {args.html} is a report, too: it would be overwritten")
+        raise UserError(f"--html {args.html} is also a report: it would be overwritten")
     html.write_html(args.html, read_reports(args.reports, args.names))
 
 

@@ -95,7 +95,7 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
 def main(args: argparse.Namespace) -> None:
     """Read, convert, write. Raises UserError for invalid input."""
     if args.output and Path(args.output).resolve() == Path(args.data).resolve():
-        raise UserError(f"--output {args.output} is the question file, too: it would be overwritten")
+        raise UserError(f"--output {args.output} is also the question file: it would be overwritten")
     text = "".join(lines(args))
     if args.output:
         write_text(args.output, text)

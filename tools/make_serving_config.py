@@ -163,7 +163,7 @@ def check_flags(args: argparse.Namespace) -> None:
             "each module drafts one token, give one of them"
         )
     if args.image and not args.docker:
-        raise UserError("--image needs --docker: leave it out")
+        raise UserError("--image needs --docker: add it, or leave --image out")
     if args.method == "exported" and not args.export_dir:
         raise UserError("give EXPORT_DIR, or another --method")
     if args.method != "exported" and args.export_dir:

@@ -29,7 +29,7 @@ def make_parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("sources", nargs="+", metavar="SOURCE", help="file, folder, OWNER/NAME on the hub, or a known name")
     p.add_argument("--output", required=True, metavar="JSONL", help="conversations, or prompts")
-    p.add_argument("--split", metavar="NAME", help="split of hub datasets (default: train, or that of the known name)")
+    p.add_argument("--split", metavar="NAME", help="split of datasets (default: train, or that of the known name)")
     p.add_argument("--held-out", metavar="JSONL", help="file for the held-out part")
     p.add_argument("--held-out-share", type=float, metavar="SHARE", help="share held out (default: 0.05)")
     p.add_argument("--make-prompts", action="store_true", help="keep only the prompts, for the base to answer")
@@ -58,8 +58,8 @@ def prepare(args: argparse.Namespace) -> None:
     if args.held_out_share is not None and args.held_out is None:
         raise UserError("--held-out-share: nothing is held out without --held-out FILE")
     sources = [source for name in args.sources for source in find_sources(name, args.split)]
-    if args.split is not None and not any(source.hub for source in sources):
-        raise UserError("--split is for datasets on the hub: leave it out with files")
+    if args.split is not None and not any(source.hub or source.split for source in sources):
+        raise UserError("--split is for datasets on the hub or of save_to_disk: leave it out with files")
     held_out = Path(args.held_out) if args.held_out else None
     options = CleanOptions(args.make_prompts, args.max_characters)
     report = library.prepare(sources, Path(args.output), options, held_out, share, args.num_workers)

@@ -99,7 +99,7 @@ def check(args: argparse.Namespace) -> None:
     if not args.timeout > 0:
         raise UserError(f"--timeout {args.timeout}: expected a positive number of seconds")
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
-        raise UserError(f"--temperature {args.temperature}: expected a number from 0")
+        raise UserError(f"--temperature {args.temperature}: expected a number of at least 0")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top-p {args.top_p}: expected a number above 0 and at most 1")
     if not Path(args.data_path).is_file():

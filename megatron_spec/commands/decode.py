@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megatron_spec.base import te
-from megatron_spec.commands.data import check_base_shapes, check_file
+from megatron_spec.commands.checks import check_base_shapes
+from megatron_spec.commands.data import check_file
 from megatron_spec.commands.decode_inputs import (
     Inputs,
     Models,
@@ -87,7 +88,7 @@ def _check_outputs(run: ValidateRun) -> None:
     files = {"--output": report, "--html": run.html_output}
     outputs = {flag: Path(path).resolve() for flag, path in files.items() if path is not None}
     if Path(run.data).resolve() in outputs.values():
-        raise UserError(f"--data {run.data} is the output, too: it would be overwritten")
+        raise UserError(f"--data {run.data} is also the output: it would be overwritten")
     if len(set(outputs.values())) < len(outputs):
         raise UserError(f"--html {run.html_output} is also the report's file: give another one")
     for flag, path in outputs.items():
@@ -176,7 +177,7 @@ def generate(run: GenerateRun) -> int:
         prompts = read_prompts(run.data, run.num_prompts)
         if run.synthesize is not None and (same := next((p for p in prompts if drawn(p.identifier)), None)):
             raise UserError(
-                f"{same.where}: identifier {same.identifier!r} is one of those for made-up questions: rename it, or "
+                f"{same.where}: identifier {same.identifier!r} is reserved for synthesised questions: rename it, or "
                 "leave --synthesize out"
             )
     with iteration_of(run.load) as folder:

@@ -163,9 +163,12 @@ class EagleConfig(DecoderDraftConfig):
     def _validate_starting_point(self) -> None:
         require(
             self.sliding_window is None or (self.reads_captures and self.sliding_window >= 1),
-            f"sliding_window is of EAGLE-3 and at least 1, found {self.sliding_window} for {self.algorithm}",
+            f"sliding_window is an option of EAGLE-3, at least 1; found {self.sliding_window} for {self.algorithm}",
         )
-        require(not self.frozen_head or self.reads_captures, f"frozen_head is of EAGLE-3, found {self.algorithm}")
+        require(
+            not self.frozen_head or self.reads_captures,
+            f"frozen_head is an option of EAGLE-3, found with {self.algorithm}",
+        )
         require(not self.init_attention or self.mla is None, "init_attention: not for a draft with latent attention")
         require(not self.init_attention or self.init_from_base_layer, "init_attention needs init_from_base_layer")
         require(

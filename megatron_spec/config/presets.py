@@ -47,7 +47,7 @@ def default_capture_ids(num_layers: int) -> tuple[int, int, int]:
     ids = (1, num_layers // 2 - 1, num_layers - 4)
     if not 0 <= ids[0] < ids[1] < ids[2]:
         raise UserError(
-            f"a base of {num_layers} layers has no three distinct default capture layers (1, L//2-1, L-4 gives "
+            f"a base of {num_layers} layers is too small for three default capture layers (1, L//2-1, L-4 gives "
             f'{list(ids)}): name them with "capture_layer_ids" in --eagle-config'
         )
     return ids

@@ -20,10 +20,12 @@ from megatron_spec.data.conversations import (
 
 _KEYS = ("messages", "conversations", "conversation")
 _PAIRS = {
-    "instruction": ("output", "response", "completion"), "prompt": ("response", "completion", "output", "answer"),
-    "question": ("answer", "response", "output"), "query": ("response", "answer", "output"),
+    "instruction": ("output", "response", "completion"),
+    "prompt": ("response", "completion", "output", "answer", "chosen"),
+    "question": ("answer", "response", "output"), "query": ("response", "answer", "output"), "input": ("output",),
 }  # fmt: skip
-"""Column with a question -> columns that may hold its answer; the first that exists is used (alpaca, dolly, ...)."""
+"""Column with a question -> columns that may hold its answer; the first that exists is used (alpaca, dolly, Nemotron,
+TRL, ...). Either may be text or a list of messages."""
 _INPUTS = ("input", "context")
 """Columns whose text is appended to an instruction."""
 _MORE_ROLES = {"prompter": "user", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "bot": "assistant"}
@@ -77,6 +79,7 @@ def clean(record: Any, options: CleanOptions) -> Cleaned:
     only with `make_prompts`). Also reads `system`, `tools`, `chat_template_kwargs`, `answer_ids` and `rejected`.
     """
     result = Cleaned()
+    record = _without_preference(record, result.repairs)
     try:
         conversation = parse_conversation(_conversation(record, result.repairs), "")
         if not options.make_prompts:
@@ -107,9 +110,17 @@ def _conversation(record: Any, repairs: Counter[str]) -> dict[str, Any]:
     """The record with the names that `parse_conversation` reads. Raises BadConversation if it has no messages."""
     if not isinstance(record, dict):
         raise BadConversation("", f"a JSON {type(record).__name__} instead of an object")
-    beside = {k: record[k] for k in ("tools", "chat_template_kwargs", *OF_ANSWERS) if record.get(k)}
+    beside = {k: record[k] for k in ("tools", "functions", "chat_template_kwargs", *OF_ANSWERS) if record.get(k)}
     system = record.get("system") or record.get("system_prompt")
     return {"messages": _messages(record, repairs), "system": system, **beside}
+
+
+def _without_preference(record: Any, repairs: Counter[str]) -> Any:
+    """The record without the rejected answer of preference data, whose column has the name of `Rejections`."""
+    if not isinstance(record, dict) or not isinstance(record.get("rejected"), str | list):
+        return record
+    repairs["rejected answer left out"] += 1
+    return {key: value for key, value in record.items() if key != "rejected"}
 
 
 def _messages(record: dict[str, Any], repairs: Counter[str]) -> list[Any]:
@@ -117,9 +128,9 @@ def _messages(record: dict[str, Any], repairs: Counter[str]) -> list[Any]:
     texts = [record[key] for key in ("turns", "prompt") if isinstance(record.get(key), list)]
     if keys:
         messages = [_renamed(message) for message in record[keys[0]]]
-    elif texts and not isinstance(record.get("completion"), list):
+    elif texts and not all(isinstance(message, dict) for message in texts[0]):
         messages = [m if isinstance(m, dict) else {"role": "user", "content": m} for m in texts[0]]
-    elif found := _pair(record):
+    elif found := _pair(record) or [*texts, []][0]:
         messages = [_renamed(message) for message in found]
     else:
         raise BadConversation("", f"no messages or conversations, only the keys {', '.join(record)[:80] or '(none)'}")
@@ -136,8 +147,11 @@ def _pair(record: dict[str, Any]) -> list[Any]:
     if question is None:
         return []
     answer = next((record[key] for key in _PAIRS[question] if record.get(key)), None)
-    if isinstance(record[question], list):  # messages in both columns
-        return [*record[question], *(answer if isinstance(answer, list) else [])]
+    said = [] if answer is None else answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+    if said and _role(_renamed(said[0])) != "assistant":  # preference data: the question is part of it
+        return said
+    if isinstance(record[question], list):
+        return [*record[question], *said]
     parts = [record[question], *(record[key] for key in _INPUTS if question == "instruction" and record.get(key))]
     asked = "\n\n".join(parts) if all(isinstance(part, str) for part in parts) else record[question]
     history = record.get("history") or []
@@ -145,8 +159,7 @@ def _pair(record: dict[str, Any]) -> list[Any]:
         raise BadConversation("", "history that is not a list of questions and answers")
     roles = ("user", "assistant")
     before = [{"role": r, "content": text} for pair in history for r, text in zip(roles, pair, strict=True)]
-    answered = [] if answer is None else [{"role": "assistant", "content": answer}]
-    return [*before, {"role": "user", "content": asked}, *answered]
+    return [*before, {"role": "user", "content": asked}, *said]
 
 
 def _role(message: Any) -> Any:

@@ -196,18 +196,32 @@ def _tool_calls(value: Any, where: str) -> list[Any]:
     return calls
 
 
+def _with_tool_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """`message` with OpenAI's old `function_call` as one of `tool_calls`: templates do not read the former."""
+    call = message.get("function_call")
+    if not call:
+        return message
+    if message.get("tool_calls") or not isinstance(call, dict):
+        problem = "function_call beside tool_calls" if message.get("tool_calls") else "function_call that is no object"
+        raise BadConversation(f"{where}: found {problem}: write tool_calls alone", problem)
+    rest = {key: value for key, value in message.items() if key != "function_call"}
+    return {**rest, "tool_calls": [{"type": "function", "function": call}]}
+
+
 def parse_message(message: Any, where: str) -> dict[str, Any]:
     """A message with `role` and `content` as templates read them. Raises BadConversation with `where`."""
     if not isinstance(message, dict):
         found = str(message)[:80]
         raise BadConversation(f"{where}: found {found!r}, expected an object with role and content", NO_MESSAGE)
     name = message.get("role", message.get("from"))
-    if name is None or ("content" not in message and "value" not in message and not message.get("tool_calls")):
+    calls = message.get("tool_calls") or message.get("function_call")
+    if name is None or ("content" not in message and "value" not in message and not calls):
         found = ", ".join(message) or "none"
         raise BadConversation(f"{where}: found keys {found}, expected role and content (or from, value)", NO_MESSAGE)
     if not isinstance(name, str) or name not in ROLES:
         problem = f"unknown role {name!r}"
         raise BadConversation(f"{where}: {problem}{suggest(str(name), ROLES)}; known: {', '.join(ROLES)}", problem)
+    message = _with_tool_calls(message, where)
     role, reasoning = ROLES[name], _reasoning(message, where)
     calls_tools = role == "assistant" and bool(message.get("tool_calls"))
     known = ("role", "from", "content", "value", "tool_calls", *REASONING)
@@ -306,6 +320,8 @@ def read_identifier(record: dict[str, Any], where: str) -> str:
 def read_extras(record: dict[str, Any], where: str) -> tuple[list[Any] | None, dict[str, Any]]:
     """(tools, chat_template_kwargs) of a line, from values or JSON text. Raises BadConversation with `where`."""
     tools = _from_json(record["tools"], list, "tools", where) if record.get("tools") else None
+    if tools is None and record.get("functions"):  # OpenAI's old form
+        tools = [{"type": "function", "function": f} for f in _from_json(record["functions"], list, "functions", where)]
     kwargs = read_kwargs(record["chat_template_kwargs"], where) if record.get("chat_template_kwargs") else {}
     check_text([tools, kwargs], where)
     return tools or None, kwargs

@@ -14,7 +14,7 @@ LONGEST_LINE = 2**26
 
 
 def refuse_other_formats(path: Path | str) -> None:
-    """Raise UserError if a file is in a format for tools/prepare_conversations.py: JSON array, gzip, parquet."""
+    """Raise UserError if a file is in a format for tools/prepare_conversations.py: JSON array, gzip, parquet, Arrow."""
     with Path(path).open("rb") as file:
         start = file.read(4096)
     kind = ""
@@ -22,6 +22,8 @@ def refuse_other_formats(path: Path | str) -> None:
         kind = "compressed with gzip"
     elif start.startswith(b"PAR1"):
         kind = "a parquet file"
+    elif start.startswith((b"\xff\xff\xff\xff", b"ARROW1")):
+        kind = "an Arrow file"
     elif start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[1:].lstrip()[:1]
         kind = "a JSON array" if first in (b"{", b"]", b"") else ""
@@ -43,6 +45,11 @@ def numbered_lines(path: Path | str, what: str = "conversation", gaps: bool = Fa
     a line of more than `LONGEST_LINE` bytes, and a file without any line.
     """
     path = Path(path)
+    if path.is_dir():
+        raise UserError(
+            f"{path} is a folder, expected a file of {what}s in JSON lines: python tools/prepare_conversations.py "
+            f"{path} --output PREPARED.jsonl makes one of the files in it"
+        )
     if not path.is_file():
         raise UserError(f"{path} does not exist or is not a file: expected {what}s in JSON lines")
     refuse_other_formats(path)

@@ -1,4 +1,4 @@
-"""Sources of conversations: local files (JSON, JSON lines, parquet) and datasets on the Hugging Face hub.
+"""Sources of conversations: local files (JSON, JSON lines, parquet, Arrow) and datasets on the Hugging Face hub.
 
 Everything is streamed: a source yields pieces of a few hundred records, each with the position after it, from which the
 source can be reopened.
@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_spec.config import UserError, suggest
+from megatron_spec.runtime.files import read_object
 
 PIECE_BYTES, PIECE_RECORDS = 2**20, 500
 Piece = tuple[int, list[tuple[str, Any]]]
 """(position after the piece, [(name of the record, its JSON line as bytes or its value)])."""
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
-_UNREAD = (".csv", ".tsv", ".xlsx", ".arrow", ".zip", ".tar", ".tgz", ".zst", ".bz2", ".xz")
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".json.gz")
+_UNREAD = (".csv", ".tsv", ".xlsx", ".zip", ".tar", ".tgz", ".zst", ".bz2", ".xz")
 """Endings of files that may hold conversations, and that are not read."""
 
 
@@ -59,10 +60,12 @@ class Source:
     Attributes:
         path: local file, or None for a dataset on the hub.
         hub: the dataset on the hub, or None.
+        split: split of a folder of `DatasetDict.save_to_disk` that the file is from, or None.
     """
 
     path: Path | None = None
     hub: HubDataset | None = None
+    split: str | None = None
 
     @property
     def name(self) -> str:
@@ -90,8 +93,8 @@ class Source:
             if self.hub.array_file is not None:
                 return Source(_download(self.hub.repository, self.hub.array_file))._pieces(start)
             return _numbered(_hub_records(self.hub, start), start, self.hub.repository, "row")
-        if self.path.name.endswith(".parquet"):
-            return _numbered(_parquet_records(self.path, start), start, str(self.path), "row")
+        if self.path.suffix in (".parquet", ".arrow"):
+            return _numbered(_table_records(self.path, start), start, str(self.path), "row")
         with _open(self.path) as file:
             is_array = file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
         if is_array:
@@ -100,7 +103,9 @@ class Source:
 
 
 def find_sources(name: str, split: str | None = None) -> list[Source]:
-    """The sources of one argument: a name of `HUB`, a file, a folder of files, or OWNER/NAME on the hub.
+    """The sources of one argument: a name of `HUB`, a file, a folder, or OWNER/NAME on the hub.
+
+    A folder holds files, or is one of `save_to_disk`.
 
     Raises UserError when it is none of these.
     """
@@ -110,6 +115,11 @@ def find_sources(name: str, split: str | None = None) -> list[Source]:
             raise UserError(f"--split {split}: {name} is one file without splits; leave it out")
         return [Source(hub=replace(known, split=split or known.split))]
     path = Path(name)
+    if (path / "dataset_dict.json").is_file():
+        part = _split_folder(path, split or "train")
+        return [Source(path=p, split=part.name) for p in _saved_files(part)]
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return [Source(path=p) for p in _saved_files(path)]
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.name.endswith(_SUFFIXES))
         if not files:
@@ -225,20 +235,60 @@ def _decoder(path: Path) -> Callable[[bytes, bool], str]:
     return decode
 
 
-def _parquet_records(path: Path, start: int) -> Iterator[Any]:
+def _split_folder(path: Path, split: str) -> Path:
+    """Folder of one split of `DatasetDict.save_to_disk`."""
+    known = read_object(path / "dataset_dict.json").get("splits") or []
+    if split not in known:
+        raise UserError(f"{path}: no split {split!r}, choose one of {', '.join(known)} with --split")
+    return path / split
+
+
+def _saved_files(path: Path) -> list[Path]:
+    """The Arrow files of `Dataset.save_to_disk`, in their order."""
+    listed = read_object(path / "state.json").get("_data_files")
+    names = [str(entry.get("filename")) for entry in listed or [] if isinstance(entry, dict)]
+    if not names or not all((path / name).is_file() for name in names):
+        raise UserError(f"{path}: state.json names {names}, which are not all there: save the dataset again")
+    return [path / name for name in names]
+
+
+def _table_records(path: Path, start: int) -> Iterator[Any]:
+    """Rows of a parquet or Arrow file."""
+    kind = path.suffix[1:]
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException
     except ImportError:
-        raise UserError(f"{path}: parquet needs pyarrow: pip install 'megatron-spec[data]'") from None
+        raise UserError(f"{path}: {kind} needs pyarrow: pip install 'megatron-spec[data]'") from None
     try:
+        seen = 0
+        for batch in _batches(path):
+            for first in range(max(0, start - seen), len(batch), PIECE_RECORDS):
+                yield from map(_without_padding, batch.slice(first, PIECE_RECORDS).to_pylist())
+            seen += len(batch)
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable {kind} file ({error})") from None
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    from pyarrow import ArrowInvalid, ipc, memory_map, parquet
+
+    if path.suffix == ".parquet":
         with parquet.ParquetFile(path) as file:
-            seen = 0
-            for batch in file.iter_batches(PIECE_RECORDS):
-                if seen + len(batch) > start:
-                    yield from batch.slice(max(0, start - seen)).to_pylist()
-                seen += len(batch)
-    except ArrowException as error:
-        raise UserError(f"{path}: not a readable parquet file ({error})") from None
+            yield from file.iter_batches(PIECE_RECORDS)
+        return
+    with memory_map(str(path)) as data:
+        try:
+            yield from ipc.open_stream(data)  # as the datasets library writes it
+        except ArrowInvalid:
+            file = ipc.open_file(data)
+            yield from (file.get_batch(i) for i in range(file.num_record_batches))
+
+
+def _without_padding(value: Any) -> Any:
+    """A row without null fields: in a column of objects each has the fields of all, so tools differ in nulls alone."""
+    if isinstance(value, dict):
+        return {key: _without_padding(item) for key, item in value.items() if item is not None}
+    return [_without_padding(item) for item in value] if isinstance(value, list) else value
 
 
 def _download(repository: str, file: str) -> Path:
@@ -263,7 +313,7 @@ def _hub_records(dataset: HubDataset, start: int) -> Iterator[Any]:
         ) from None
     try:
         rows = load_dataset(dataset.repository, split=dataset.split, streaming=True)
-        yield from rows.skip(start) if start else rows
+        yield from map(_without_padding, rows.skip(start) if start else rows)
     except Exception as error:
         raise UserError(
             f"{dataset.repository}, split {dataset.split}: cannot be read ({type(error).__name__}: {error}); a rerun "

@@ -62,10 +62,8 @@ class Sizes:
     """Sizes of one micro-batch on this rank; heads and intermediate columns are this rank's."""
 
     batch: int
-    length: int
-    """Rows of a sequence on this rank."""
     rows: int
-    """batch * length."""
+    """Rows of all sequences on this rank."""
     steps: int
     hidden: int
     embedding: int
@@ -78,9 +76,8 @@ class Sizes:
     def of(draft: EagleDraft, batch: Batch, steps: Steps) -> Sizes:
         """From a draft and a micro-batch."""
         config, ranks = draft.config, draft.tp_group.size()
-        B = len(batch.tokens_BS)
         return Sizes(
-            B, steps.R // B, steps.R, steps.T, config.hidden_size, config.target_hidden_size,
+            len(batch.tokens_BS), steps.R, steps.T, config.hidden_size, config.target_hidden_size,
             config.intermediate_size // ranks, config.num_attention_heads // ranks, config.num_key_value_heads // ranks,
             config.head_dim,
         )  # fmt: skip

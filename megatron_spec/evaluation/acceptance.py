@@ -66,8 +66,8 @@ def _share(part: int, whole: int) -> float | None:
 
 def bootstrap_ci95(
     tokens: Sequence[int], steps: Sequence[int], resamples: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """2.5 % and 97.5 % quantiles of sum(tokens) / sum(steps) over resampled prompts.
+) -> tuple[float, float] | None:
+    """2.5 % and 97.5 % quantiles of sum(tokens) / sum(steps) over resampled prompts; None if no resample has a step.
 
     Args:
         tokens: tokens emitted by the verification steps of each prompt.
@@ -81,8 +81,9 @@ def change_ci95(
     reference: tuple[Sequence[int], Sequence[int]],
     resamples: int = 2000,
     seed: int = 0,
-) -> tuple[float, float]:
-    """Interval of the acceptance length of `found` minus that of `reference`, both measured on the same prompts.
+) -> tuple[float, float] | None:
+    """Interval of the acceptance length of `found` minus that of `reference`, both measured on the same prompts; None
+    if no resample has steps of both.
 
     Paired: both are computed on the same resampled prompts, so a prompt's difficulty cancels.
 
@@ -110,10 +111,12 @@ def _resampled_lengths(runs: Sequence[tuple[Sequence[int], Sequence[int]]], resa
     return totals_N2R[:, 0] / totals_N2R[:, 1]
 
 
-def _bounds(values_R: torch.Tensor) -> tuple[float, float]:
+def _bounds(values_R: torch.Tensor) -> tuple[float, float] | None:
     import torch
 
     # NaN: none of the drawn prompts has a step in one of the two runs. Happens only with a handful of prompts.
+    if bool(values_R.isnan().all()):
+        return None
     low, high = torch.nanquantile(values_R, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 

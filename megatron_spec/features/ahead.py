@@ -49,6 +49,7 @@ class FeaturesAhead:
         self._ready: deque[Features] = deque()
         self._read: deque[Future[Callable[[], list[Features]]]] = deque()
         self._reader = ThreadPoolExecutor(1, "features") if self._start is not None else None
+        self._ended = False
 
     def step(self) -> tuple[list[Batch], Iterator[Features], int]:
         """The next step: its micro-batches, the features of those that this rank owns, and the number of the latter.
@@ -68,13 +69,22 @@ class FeaturesAhead:
         if self.online and not self._ready:
             self._fill()
 
+    @property
+    def drained(self) -> bool:
+        """True once the base has computed the features of the last step: later steps only use them."""
+        return self.online and self._ended and not self._rounds
+
     def close(self) -> None:
         """Discard what was read ahead."""
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
 
     def _draw(self) -> None:
-        batches = next(self._steps)
+        try:
+            batches = next(self._steps)
+        except StopIteration:
+            self._ended = True
+            raise
         check_count(len(batches), self.pp_size)
         self._drawn.append(batches)
         self._rounds.extend(batches[i : i + self.pp_size] for i in range(0, len(batches), self.pp_size))

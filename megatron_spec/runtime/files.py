@@ -175,8 +175,20 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Replace a file by indented JSON, atomically. Raises UserError if it cannot be written."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Replace a file by indented JSON, atomically; NaN and infinity, which JSON lacks, become null.
+
+    Raises UserError if it cannot be written.
+    """
+    write_text(path, json.dumps(_in_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _in_json(value: Any) -> Any:
+    """The value with null for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _in_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_in_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_text(path: Path | str, text: str) -> None:

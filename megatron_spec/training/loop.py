@@ -17,15 +17,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_spec.config import TrainConfig, UserError
+from megatron_spec.config import TrainConfig
 from megatron_spec.data.loader import BatchLoader
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.base import FeatureSource
-from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.platform import to_device
 from megatron_spec.training.metrics import name_metrics
 from megatron_spec.training.step import StepResult, Trainer
-from megatron_spec.training.tracking import Progress, Tracker
+from megatron_spec.training.tracking import Progress, Rate, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -133,8 +132,11 @@ def train(
     Raises NonFiniteLossError, with the iteration and the samples of the batch, when loss or gradient are not finite.
     """
     last = position.begun_at + train.train_iters
-    progress = Progress(last, position.iteration)
+    progress, rate = Progress(last, position.iteration), Rate()
     first, left, size = position.consumed_samples, last - position.iteration, train.global_batch_size
+    if left <= 0 and trainer.world.rank == 0:
+        beyond = f", beyond the {train.train_iters} of --train-iters" if left < 0 else ""
+        log.warning("nothing is trained: this run has done %d steps%s", position.done, beyond)
     steps = (loader.step(first + i * size) for i in range(left))
     with (
         StopSignal() as stop,
@@ -150,7 +152,8 @@ def train(
             position.iteration += 1
             position.consumed_samples += train.global_batch_size
             tokens = sum(b.num_tokens for b in batches) * trainer.world.dp_size
-            _report(result, trainer, position, tokens / (time.monotonic() - begin), train, tracker, progress)
+            speed = rate.of(tokens, time.monotonic() - begin, ahead.drained)
+            _report(result, trainer, position, speed, train, tracker, progress)
             ended = position.iteration == last
             stopping = stop.agreed(trainer.world.device)
             saver.poll()
@@ -184,15 +187,3 @@ def _report(
     tracker.write(metrics)
     if position.iteration % train.log_interval == 0 or position.done == train.train_iters:
         log.info(progress.line(metrics))
-
-
-def check_world(world: World, train: TrainConfig) -> None:
-    """Raise UserError when the global batch does not fill every rank equally."""
-    unit = train.micro_batch_size * world.dp_size * world.pp_size
-    if train.global_batch_size % unit:
-        raise UserError(
-            f"--global-batch-size {train.global_batch_size} must be a multiple of micro-batch size "
-            f"{train.micro_batch_size} x data parallel {world.dp_size} x pipeline parallel {world.pp_size} = {unit}, "
-            "so that every rank "
-            "trains the draft on as many micro-batches as the others"
-        )

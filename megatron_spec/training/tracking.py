@@ -96,6 +96,19 @@ def _wandb_run(project: str, folder: Path, config: dict[str, Any]) -> Any:
     return wandb.init(project=project, dir=str(folder), config=config, id=run_id, resume="allow")
 
 
+class Rate:
+    """Tokens per second of every step: of the step alone while the base runs in each, and of the whole run in the last
+    steps, whose features were computed during earlier ones."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = 0, 0.0
+
+    def of(self, tokens: int, seconds: float, drained: bool) -> float:
+        """Args: drained: no forward of the base is left (`FeaturesAhead.drained`)."""
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        return self.tokens / self.seconds if drained else tokens / seconds
+
+
 class Progress:
     """One line per logged step: position, quality, speed and time left."""
 

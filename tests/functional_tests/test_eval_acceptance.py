@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, TrainConfig, UserError
+from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
 from tests.functional_tests.script_helpers import conversation, make_base, write_conversations
+from tests.tiny import llama
 from tests.worlds import run_world
 
 EVERY = 2
@@ -181,17 +182,16 @@ def test_impossible_evaluations_are_refused(here: Path) -> None:
 
 
 def test_more_tokens_than_a_draft_proposes_are_refused_before_training() -> None:
-    from megatron_spec.commands import evaluate
+    from megatron_spec.commands.checks import check_training
+    from megatron_spec.commands.runs import EvalRequest, FinetuneRun
     from megatron_spec.config import presets
 
-    base = BaseConfig(
-        family="llama", hidden_size=32, intermediate_size=48, num_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, vocab_size=96, max_position_embeddings=256,
-    )  # fmt: skip
+    base = llama()
     block = presets.block_config(base, "dflash", {"mask_token_id": 3, "block_size": 4})
     deep = presets.eagle_config(base, "p-eagle", {"mask_token_id": 3})
     for draft, given in ((block, ObjectiveConfig()), (deep, ObjectiveConfig(ttt_steps=3))):
         objective = presets.objective_for(draft, given)
-        evaluate.check(evaluate.EvalRequest(__file__, 2, max_draft_len=3), ParallelConfig(), draft, objective)
+        runs = {n: FinetuneRun(load="", evaluation=EvalRequest("f", 2, max_draft_len=n), dry_run=True) for n in (3, 4)}
+        check_training(runs[3], base, draft, None, objective, 64)
         with pytest.raises(UserError, match="--eval-draft-len 4"):
-            evaluate.check(evaluate.EvalRequest(__file__, 2, max_draft_len=4), ParallelConfig(), draft, objective)
+            check_training(runs[4], base, draft, None, objective, 64)

@@ -17,15 +17,13 @@ from megatron_spec.config import (
     UserError,
     presets,
 )
+from tests.tiny import llama
 
 LLAMA3 = RopeConfig(
     theta=5e5, type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )  # fmt: skip
-BASE = BaseConfig(
-    family="llama", hidden_size=32, intermediate_size=48, num_layers=12, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, vocab_size=96, max_position_embeddings=256, rope=LLAMA3,
-)  # fmt: skip
+BASE = llama(num_layers=12, rope=LLAMA3)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ import pytest
 from megatron_spec import cli
 from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, recorded_objective
 from megatron_spec.commands import runs
-from megatron_spec.commands.data import check_base_shapes
+from megatron_spec.commands.checks import check_base_shapes
 from megatron_spec.config import (
-    BaseConfig,
     Config,
     DecodeConfig,
     MedusaConfig,
@@ -31,13 +30,11 @@ from megatron_spec.config import (
 )
 from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.decoding.options import check_lengths, check_options, check_undrafted
+from tests.tiny import llama
 from tools.megatron_flags_table import page
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = BaseConfig(
-    family="llama", hidden_size=32, intermediate_size=48, num_layers=12, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, vocab_size=96, max_position_embeddings=256,
-)  # fmt: skip
+BASE = llama(num_layers=12)
 SCRIPTS = sorted((ROOT / "examples" / "post_training").glob("*.py"))
 RUNS = [c for c in vars(runs).values() if isinstance(c, type) and issubclass(c, runs.ScriptRun)]
 

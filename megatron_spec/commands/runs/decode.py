@@ -50,7 +50,7 @@ class ValidateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
         )
         lens = self.draft_lens
         if lens is not None and (not lens or min(lens) < 1 or len(set(lens)) < len(lens)):
-            raise UserError(f"--max-draft-len: found {list(lens)}, expected different numbers from 1")
+            raise UserError(f"--max-draft-len: found {list(lens)}, expected distinct numbers of at least 1")
 
 
 @dataclass(frozen=True)

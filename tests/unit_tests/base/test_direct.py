@@ -25,14 +25,10 @@ from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.context import ContextShard
+from tests.tiny import llama
 from tests.worlds import run_world
 
-CONFIG = BaseConfig.from_dict(
-    dict(
-        family="llama", hidden_size=32, intermediate_size=48, num_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, vocab_size=40, max_position_embeddings=64,
-    )
-)  # fmt: skip
+CONFIG = llama(num_layers=4, vocab_size=40, max_position_embeddings=64)
 BASES = {
     "Llama": CONFIG,
     "Qwen2": CONFIG.replace(family="qwen2", qkv_bias=True),

@@ -157,12 +157,15 @@ def test_files_that_prepare_conversations_reads_name_it(tmp_path):
     contents = {
         "a.json": f"[{line},\n{line}]".encode(), "b.json": b"\xef\xbb\xbf [\n " + line.encode() + b"\n]",
         "c.jsonl.gz": gzip.compress(line.encode()), "d.parquet": b"PAR1....PAR1",
+        "e.arrow": b"\xff\xff\xff\xff....",
     }  # fmt: skip
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         for read in (lambda p: list(numbered_lines(p)), read_prompts):
             with pytest.raises(UserError, match=rf"python tools/prepare_conversations.py \S*{name} --output"):
                 read(tmp_path / name)
+    with pytest.raises(UserError, match="is a folder, expected a file of conversations in JSON lines: python tools"):
+        list(numbered_lines(tmp_path))
 
 
 def test_plain_text_corpus_is_refused(tmp_path, monkeypatch):
@@ -217,6 +220,11 @@ def test_answers_whose_beginning_the_template_leaves_out_are_counted_and_named(t
         ({"question": "a", "answer": "b", "system_prompt": "S"}, ["S", "a", "b"]),
         ({"prompt": TALK[:1], "completion": TALK[1:]}, ["hi", "yo"]),
         ({"prompt": TALK[:1], "messages": TALK}, ["hi", "yo"]),
+        ({"prompt": [*TALK, *TALK[:1]], "completion": "yo"}, ["hi", "yo", "hi", "yo"]),
+        ({"input": TALK[:1], "output": "yo", "system_prompt": "S"}, ["S", "hi", "yo"]),
+        ({"prompt": "hi", "chosen": TALK, "rejected": [*TALK[:1], TALK[0]]}, ["hi", "yo"]),
+        ({"prompt": TALK[:1], "chosen": TALK[1:], "rejected": TALK[1:]}, ["hi", "yo"]),
+        ({"prompt": "hi", "chosen": "yo", "rejected": "ho"}, ["hi", "yo"]),
     ],
 )
 def test_columns_of_questions_and_answers_are_prepared(record, said):
@@ -247,3 +255,25 @@ def test_answer_ids_are_kept_with_their_messages():
     assert clean({"messages": TALK, "answer_ids": ids}, CleanOptions()).line["answer_ids"] == ids
     found = clean({"messages": [*TALK, TALK[0]], "answer_ids": ids}, CleanOptions())
     assert "answer_ids" not in found.line and found.repairs["answer_ids removed with a message"] == 1
+
+
+def test_old_function_calls_are_tool_calls():
+    """Templates do not read `function_call`: beside a text, the call was lost."""
+    call = {"name": "look", "arguments": '{"at": "it"}'}
+    messages = [
+        TALK[0],
+        {"role": "assistant", "content": "so", "function_call": call},
+        {"role": "function", "content": "x"},
+    ]
+    found = parse_conversation({"messages": [*messages, TALK[1]], "functions": [{"name": "look"}]}, "here")
+    expected = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+    assert found.messages[1] == {"role": "assistant", "content": "so", "tool_calls": [expected]}
+    assert found.messages[2]["role"] == "tool"
+    assert found.tools == [{"type": "function", "function": {"name": "look"}}]
+    silent = {**messages[1], "content": None}
+    assert parse_conversation({"messages": [TALK[0], silent]}, "here").messages[1]["content"] == ""
+    for wrong in ({"function_call": "look"}, {"tool_calls": [expected]}):
+        with pytest.raises(UserError, match="message 1: found function_call"):
+            parse_conversation({"messages": [TALK[0], {**messages[1], **wrong}]}, "here")
+    line = clean({"messages": [*messages, TALK[1]], "functions": [{"name": "look"}]}, CleanOptions()).line
+    assert line["tools"] == found.tools and line["conversations"][1] == found.messages[1]

@@ -8,20 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec.config import BaseConfig, ParallelConfig, QuantConfig, presets
+from megatron_spec.config import ParallelConfig, QuantConfig, presets
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.drafts import build_draft, few_rows
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
+from tests.tiny import llama
 
-BASE = BaseConfig.from_dict(
-    dict(
-        family="llama", hidden_size=32, intermediate_size=48, num_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, vocab_size=40, max_position_embeddings=64,
-    )
-)  # fmt: skip
+BASE = llama(num_layers=4, vocab_size=40, max_position_embeddings=64)
 CAPTURES: dict[str, Any] = {"capture_layer_ids": [0, 1, 2]}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),

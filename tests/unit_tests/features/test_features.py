@@ -281,10 +281,10 @@ def test_prepared_features_are_those_of_the_next_step() -> None:
     assert list(lazy.step()[1]) == [0]
     lazy.prepare()
     lazy.prepare()
-    assert source.calls == [[0], [1]]
+    assert source.calls == [[0], [1]] and not lazy.drained
     assert list(lazy.step()[1]) == [1]
     lazy.prepare()
-    assert source.calls == [[0], [1]], "there is no further step"
+    assert lazy.drained and source.calls == [[0], [1]], "there is no further step"
 
 
 def test_reader_keeps_its_bound() -> None:

@@ -13,7 +13,6 @@ import pytest
 from megatron_spec.config import (
     ENGINE,
     LOCAL,
-    BaseConfig,
     EagleConfig,
     MoeConfig,
     ObjectiveConfig,
@@ -26,12 +25,10 @@ from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops import backend, plain
 from megatron_spec.planning.estimate import HEAD_CHUNK, Place, _activation_bytes
 from megatron_spec.planning.paths import NO_PATHS, PATHS, Paths, Setting
+from tests.tiny import llama
 
 ROOT = Path(__file__).resolve().parents[3]
-BASE = BaseConfig(
-    family="llama", hidden_size=64, intermediate_size=96, num_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=16, vocab_size=96, max_position_embeddings=64,
-)  # fmt: skip
+BASE = llama(hidden_size=64, intermediate_size=96, num_layers=4, head_dim=16, max_position_embeddings=64)
 DRAFT = EagleConfig(
     algorithm="eagle3", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     vocab_size=96, draft_vocab_size=48, target_hidden_size=64, max_position_embeddings=64, capture_layer_ids=(0, 1, 2),

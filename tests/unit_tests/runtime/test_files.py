@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import signal
@@ -25,6 +26,7 @@ from megatron_spec.runtime.files import (
     read_object,
     replacing,
     require_space,
+    write_json,
     write_text,
     writing,
 )
@@ -207,6 +209,19 @@ def test_json_names_file_key_and_type(tmp_path: Path, content: bytes, expected: 
     with pytest.raises(UserError, match=expected) as error:
         read_object(path, {"a": (dict, list), "b": float}, required=("a",))
     assert str(path) in str(error.value)
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    """Which is Python's own; other readers refuse the file."""
+    value = {"ci95": (float("nan"), 1.5), "all": [{"x": float("-inf")}], "n": 3, "flag": True}
+    write_json(tmp_path / "x.json", value)
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "ci95": [None, 1.5],
+        "all": [{"x": None}],
+        "n": 3,
+        "flag": True,
+    }
 
 
 def test_missing_and_huge_json_is_refused(tmp_path: Path) -> None:

@@ -138,11 +138,11 @@ def test_compares_two_servers(
 def test_bad_flags_are_refused_before_any_request(servers: list[Any], tmp_path: Path) -> None:
     data = questions(tmp_path / "q.jsonl", "p")
     for flags, words in (
-        (["--output", str(data)], "is the output, too"),
+        (["--output", str(data)], "is also the output"),
         (["--output", str(tmp_path)], "is a folder"),
         (["--output", str(data / "report.json")], "cannot be written"),
-        (["--temperature", "-1"], "expected a number from 0"),
-        (["--temperature", "nan"], "expected a number from 0"),
+        (["--temperature", "-1"], "expected a number of at least 0"),
+        (["--temperature", "nan"], "expected a number of at least 0"),
     ):
         with pytest.raises(UserError, match=words):
             run("--url", url(servers[0]), "--data", str(data), *flags)
@@ -214,7 +214,7 @@ def convert(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[st
 def test_the_question_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = questions(tmp_path / "q.jsonl", "p")
     before = data.read_bytes()
-    with pytest.raises(UserError, match="is the question file, too"):
+    with pytest.raises(UserError, match="is also the question file"):
         convert(capsys, str(data), "--output", str(data))
     assert data.read_bytes() == before
 

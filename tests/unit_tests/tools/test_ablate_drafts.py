@@ -205,7 +205,7 @@ def test_training_data_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture
         return tmp_path / name
 
     greedy = start("greedy", "--answer-temperature", "0")
-    mixed = start("mixed", "--answer-temperature", "0", "1")
+    mixed = start("mixed seed 1", "--answer-temperature", "0", "1")
     asked = start("asked", "--user-questions", str(users), "--answer-temperature", "0", "1")
 
     def answers(folder: Path) -> dict[str, str]:

@@ -35,7 +35,7 @@ def test_reports_need_names_and_equal_settings(tmp_path: Path) -> None:
 def test_a_report_is_not_overwritten(tmp_path: Path) -> None:
     one = write(tmp_path / "1.json")
     before = Path(one).read_bytes()
-    with pytest.raises(UserError, match="is a report, too"):
+    with pytest.raises(UserError, match="is also a report"):
         main(make_parser().parse_args([one, "--html", one]))
     assert Path(one).read_bytes() == before
 

@@ -152,13 +152,18 @@ def test_formats_give_the_same_lines(tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
-    parquet.write_table(pyarrow.Table.from_pylist(data), folder / "d.parquet", row_group_size=17)
+    table = pyarrow.Table.from_pylist(data)
+    parquet.write_table(table, folder / "d.parquet", row_group_size=17)
+    with pyarrow.OSFile(str(folder / "e.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, 17)
+    with pyarrow.OSFile(str(folder / "f.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as stream:
+        stream.write_table(table)
     monkeypatch.setattr(sources, "PIECE_BYTES", 400)
     monkeypatch.setattr(sources, "PIECE_RECORDS", 7)
     for path in sorted(folder.iterdir()):
         run(path, "--output", tmp_path / f"{path.name}.out")
     outputs = [(tmp_path / f"{p.name}.out").read_bytes() for p in sorted(folder.iterdir())]
-    assert len(outputs) == 4 and len(set(outputs)) == 1 and outputs[0].count(b"\n") == 120
+    assert len(outputs) == 6 and len(set(outputs)) == 1 and outputs[0].count(b"\n") == 120
     run(folder, "--output", tmp_path / "all.out")
     assert (tmp_path / "all.out").read_bytes() == outputs[0]
     # a chunk of the array may end anywhere, and a run may go on from any record
@@ -169,6 +174,41 @@ def test_formats_give_the_same_lines(tmp_path, monkeypatch):
         pieces = list(source.pieces())
         rest = [r for _, records in source.pieces(pieces[3][0]) for r in records]
         assert len(pieces) > 5 and rest == [r for _, records in pieces[4:] for r in records]
+
+
+def test_folders_of_save_to_disk(tmp_path):
+    datasets, out = pytest.importorskip("datasets"), tmp_path / "out.jsonl"
+    data = datasets.Dataset.from_list([open_ai(f"q{i}", f"a{i}") for i in range(9)])
+    data.select(range(8, 2, -1)).save_to_disk(str(tmp_path / "one"), num_shards=2)
+    datasets.DatasetDict({"train": data, "test": data.select([4])}).save_to_disk(str(tmp_path / "parts"))
+    for place, flags, expected in (
+        ("one", [], range(8, 2, -1)), ("parts", [], range(9)), ("parts", ["--split", "test"], [4]),
+    ):  # fmt: skip
+        run(tmp_path / place, "--output", out, *flags)
+        assert [m["content"] for r in lines(out) for m in r["conversations"][:1]] == [f"q{i}" for i in expected]
+    with pytest.raises(UserError, match=r"parts: no split 'dev', choose one of train, test with --split"):
+        run(tmp_path / "parts", "--output", out, "--split", "dev")
+    with pytest.raises(UserError, match="--split is for datasets on the hub or of save_to_disk"):
+        run(tmp_path / "one", "--output", out, "--split", "train")
+    next((tmp_path / "one").glob("*.arrow")).unlink()
+    with pytest.raises(UserError, match=r"one: state.json names .* save the dataset again"):
+        run(tmp_path / "one", "--output", out)
+
+
+def test_padding_of_columns_of_objects_is_no_argument(tmp_path):
+    """A table gives every tool call the arguments of all calls, null where it has none."""
+    parquet, out = pytest.importorskip("pyarrow.parquet"), tmp_path / "out.jsonl"
+    import pyarrow
+
+    calls = [{"type": "function", "function": {"name": n, "arguments": {n: 1}}} for n in ("a", "b")]
+    said = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls]
+    asked = [{"role": "user", "content": "q"}, {"role": "tool", "content": "x"}]
+    end = {"role": "assistant", "content": "end"}
+    record = {"messages": [asked[0], said[0], asked[1], said[1], asked[1], end]}
+    parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "d.parquet")
+    run(tmp_path / "d.parquet", "--output", out)
+    found = [m["tool_calls"] for m in lines(out)[0]["conversations"] if "tool_calls" in m]
+    assert found == [[call] for call in calls]
 
 
 def test_files_that_are_not_read_are_named(tmp_path):
@@ -315,6 +355,9 @@ def test_unreadable_input_is_refused(tmp_path):
     cut.write_bytes(gzip.compress(b'{"messages": []}\n' * 1000)[:40])
     with pytest.raises(UserError, match=r"b.jsonl.gz: compressed data that is damaged or truncated"):
         run(cut, "--output", out)
+    (tmp_path / "c.arrow").write_bytes(b"ARROW1\0\0 cut")
+    with pytest.raises(UserError, match=r"c.arrow: not a readable arrow file"):
+        run(tmp_path / "c.arrow", "--output", out)
     assert not out.exists()
 
 

@@ -99,6 +99,17 @@ def test_tiny_run_of_a_loss() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the miniature is for a CPU")
+def test_tiny_takes_what_is_given() -> None:
+    words = "--tiny --iters 2 --warmup 0 --repeats 2 --seq-length 80 16 --ttt-steps 2 --draft-vocab-size 64"
+    report = train_throughput.main(words.split())
+    assert [(run["seq_length"], run["ttt_steps"]) for run in report["runs"]] == [(80, 2), (16, 2)]
+    assert all(len(run["step_ms_all"]) == 2 for run in report["runs"])
+    usual = train_throughput.parse(["--tiny"])
+    assert (usual.iters, usual.warmup, usual.seq_length, usual.shape) == (1, 1, [64], "tiny")
+    assert train_throughput.parse([]).iters == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the miniature is for a CPU")
 def test_tiny_run_of_paced_steps() -> None:
     reports = [
         train_throughput.main(["--tiny", "--only", "32x2", *options]) for options in (["--step-weights", "decay"], [])
@@ -114,6 +125,10 @@ def test_tiny_run_of_paced_steps() -> None:
         ("--anchors 8", "--anchors does nothing with --draft eagle3"),
         ("--draft dspark --step-weights d-pace", "--step-weights does nothing with --draft dspark"),
         ("--fp8-recipe delayed", "--fp8-recipe needs --transformer-engine"),
+        ("--draft dflash --ttt-steps 7", "--ttt-steps does nothing with --draft dflash"),
+        ("--tiny --shape qwen3-8b", "--tiny has a shape of its own: leave --shape out"),
+        ("--only 64x2 --ttt-steps 3", "--only has the lengths and steps: leave --seq-length and --ttt-steps out"),
+        ("--store here", "--store needs --offline"),
     ],
 )
 def test_flags_without_effect_are_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +143,8 @@ def test_flags_without_effect_are_refused(words: str, said: str, capsys: pytest.
         ("--only 4096", "--only 4096: expected a length and a number of steps, such as 4096x7"),
         ("--only 64x0", "--only 64x0: expected"),
         ("--iters 0", "--iters 0: expected at least 1"),
+        ("--seq-length 0", "--seq-length 0: expected at least 1"),
+        ("--profile x", "--profile lists the kernels of a GPU"),
         ("--supervised-share 2", "--supervised-share 2: expected above 0, at most 1"),
         ("--output nowhere/x.json", "its folder does not exist"),
         ("--draft dflash --block-size 0", "block_size must be at least 2, found 0"),

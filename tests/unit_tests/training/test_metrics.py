@@ -22,7 +22,7 @@ from megatron_spec.training.metrics import (
     truncate_log,
     warn_uncounted,
 )
-from megatron_spec.training.tracking import Progress, Tracker, check, flatten
+from megatron_spec.training.tracking import Progress, Rate, Tracker, check, flatten
 
 
 @pytest.mark.parametrize(
@@ -149,3 +149,10 @@ def test_progress_line() -> None:
     }  # fmt: skip
     line = Progress(10, 0).line(metrics)
     assert "step 5/10" in line and "accuracy % [50 25]" in line and "predicted AL 1.62" in line
+
+
+def test_the_speed_of_the_last_step_counts_its_features() -> None:
+    """Three steps of 10 tokens, 1 s of the base and 1 s of the draft each; a step computes the features of the next."""
+    rate = Rate()
+    assert [rate.of(10, 3.0, False), rate.of(10, 2.0, False), rate.of(10, 1.0, True)] == [10 / 3, 5.0, 5.0]
+    assert Rate().of(10, 2.0, True) == 5.0
