@@ -12,6 +12,7 @@ from megatron_spec.config import (
     DecodeConfig,
     EagleConfig,
     MoeConfig,
+    ObjectiveConfig,
     RopeConfig,
     TrainConfig,
     UserError,
@@ -194,3 +195,10 @@ def test_draft_has_one_set_of_rope_frequencies() -> None:
     short, long = LONGROPE["short_factor"], LONGROPE["long_factor"]
     rope = RopeConfig(type="longrope", short_factor=tuple(short), long_factor=tuple(long))  # type: ignore[arg-type]
     assert presets.eagle_config(BASE.replace(rope=rope)).rope == RopeConfig()
+
+
+def test_the_share_of_the_backbone_falls_to_zero() -> None:
+    goal = ObjectiveConfig(backbone_weight=0.8, backbone_iters=4)
+    assert [goal.at(i).backbone_weight for i in (0, 1, 3, 4, 9)] == pytest.approx([0.8, 0.6, 0.2, 0.0, 0.0])
+    constant = ObjectiveConfig(backbone_weight=0.8)
+    assert constant.at(9) is constant
