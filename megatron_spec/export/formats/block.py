@@ -25,6 +25,8 @@ _REASONS = {
     "bias": "biases are not supported in a block draft",
 }
 
+_FAMILY = ("DFlash", "DSpark", "Domino")
+"""Parts of the names of block drafts."""
 _OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Copies of the target's in files of speculators."""
 _IN_BLOCK = {"block_size", "num_target_layers"}
@@ -45,11 +47,19 @@ class Block:
     """Reader of DFlash and DSpark: one stack of Qwen3 layers over a context of captures."""
 
     def matches(self, source: Source) -> bool:
-        """By `architectures`, or `speculators_model_type`."""
-        return algorithm_of(source.raw) is not None
+        """By `architectures`, or `speculators_model_type`; also block drafts that are refused."""
+        return algorithm_of(source.raw) is not None or (
+            "speculators_model_type" not in source.raw and any(part in source.architectures for part in _FAMILY)
+        )
 
     def read(self, source: Source, base: BaseConfig | None) -> Reading:
         """See `Format`."""
+        if algorithm_of(source.raw) is None:
+            raise UserError(
+                f"{source.folder}: found architectures {source.raw['architectures']} with model_type "
+                f"{source.raw.get('model_type')!r}, a block draft of a kind that is not supported: expected DFlash "
+                "(DFlashDraftModel) or DSpark (Qwen3DSparkModel, or DSparkDraftModel with model_type 'qwen3')"
+            )
         if not isinstance(source.raw.get("dflash_config") or {}, dict):
             found = f"dflash_config is {source.raw['dflash_config']!r}"
             raise source.problem("config", found, "expected an object")

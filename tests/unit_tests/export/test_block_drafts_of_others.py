@@ -216,8 +216,10 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "dspark", lambda c, t: ({**of_specforge(c, t)[0], "markov_rank": 2}, t), "markov_rank is 2 at the top level"
     ),
     "a head of a DeepSeek base": (
-        "dspark", lambda c, t: ({**of_specforge(c, t)[0], "model_type": "deepseek_v4"}, t), "in a draft of this kind"
+        "dspark", lambda c, t: ({**of_specforge(c, t)[0], "model_type": "deepseek_v4"}, t),
+        r"\['DSparkDraftModel'\] with model_type 'deepseek_v4', a block draft of a kind that is not supported",
     ),
+    "Domino": ("dflash", lambda c, t: ({**c, "architectures": ["DominoDraftModel"]}, t), "of a kind that is not supp"),
 }  # fmt: skip
 
 
