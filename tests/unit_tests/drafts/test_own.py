@@ -23,6 +23,7 @@ from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses import reference
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
+from tests.tiny import make_batch
 from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, V, conversations, draft_vocab, eagle_config
 from tests.unit_tests.drafts.test_blocks import block_config
 
@@ -145,14 +146,13 @@ def test_an_objective_that_is_set_later_is_completed_and_checked() -> None:
 
 def test_documents_longer_than_the_base_reads_are_refused() -> None:
     """Of packed documents each counts, and padding does not."""
-    batch = conversations(18)
+    batch = make_batch(1, 18, seed=0)
     batch.check_positions(18)
     with pytest.raises(
         UserError, match="found a document with position 17, expected at most 16, by the base's max_pos"
     ):
         batch.check_positions(17)
-    packed = replace(batch, positions_BS=batch.positions_BS % 9)
-    packed.check_positions(9)
+    replace(batch, positions_BS=batch.positions_BS % 9).check_positions(9)
     replace(batch, documents_BS=torch.where(torch.arange(18) > 16, -1, batch.documents_BS)).check_positions(17)
 
 
