@@ -105,9 +105,7 @@ def resolve_paths(
     te.check(layers, platform.machine())
     check_draft_parallel(spec.draft, parallel)
     wanted += ("te_fp8",) if layers.recipe else ()
-    quant = spec.quant
-    if quant is not None and original_base:
-        quant = quant.replace(base="none", kv_cache="none", exclude_base=())
+    quant = spec.quant.without_base if spec.quant is not None and original_base else spec.quant
     name = str(dtype).removeprefix("torch.")
     base = None if ends_only else spec.base.config
     setting = Setting(

@@ -71,7 +71,7 @@ esac
 [ -z "$data" ] || [ -z "$synthesize$prompts" ] || fail "--data has conversations: leave --synthesize and --prompts out"
 [ -z "$data" ] || [ -z "$temperature" ] || fail "--data has answers: leave --temperature out"
 [ -z "$data" ] || [ -z "$num_prompts" ] || fail "--data is read whole: leave --num_prompts out"
-[ -z "$synthesize" ] || [ -n "$prompts" ] || [ -z "$num_prompts" ] || fail "--synthesize says how many questions are made up: leave --num_prompts out, or give --prompts"
+[ -z "$synthesize" ] || [ -n "$prompts" ] || [ -z "$num_prompts" ] || fail "--synthesize says how many questions are written: leave --num_prompts out, or give --prompts"
 if [ -z "$heldout" ] && [ -n "$base_model" ] && [ -f "$root/runs/mt_bench.jsonl" ]; then
   heldout=$root/runs/mt_bench.jsonl
 elif [ -z "$heldout" ]; then

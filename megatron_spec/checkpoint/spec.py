@@ -133,7 +133,9 @@ def resolve(checkpoint: Path | str) -> Path:
     """
     path = Path(checkpoint)
     if not path.is_dir():
-        raise UserError(f"--load {path}: no such folder")
+        removed = re.fullmatch(r"iter_\d+", path.name) and iterations(path.parent)
+        why = "; it may have been removed by the run that saves there (--ckpt-keep): start again" if removed else ""
+        raise UserError(f"--load {path}: no such folder{why}")
     if not (path / "spec.json").is_file():
         latest = latest_iteration(path)
         if latest is None:

@@ -18,7 +18,7 @@ from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_module
 from megatron_spec.checkpoint.spec import CheckpointSpec
-from megatron_spec.commands.data import check_base_shapes
+from megatron_spec.commands.checks import check_base_shapes
 from megatron_spec.commands.runs import ConvertRun, DraftRequest, settings_of, takes
 from megatron_spec.config import BlockConfig, Config, DraftConfig, EagleConfig, MedusaConfig, UserError, presets
 from megatron_spec.config.modelopt import from_modelopt

@@ -90,6 +90,14 @@ def test_the_first_iteration_counts_without_its_pointer(tmp_path: Path) -> None:
             resolve(tmp_path)
 
 
+def test_an_iteration_that_is_gone(tmp_path: Path) -> None:
+    write_iteration(tmp_path / "iter_0000003", "three")
+    with pytest.raises(UserError, match=r"iter_0000002: no such folder; it may have been removed .*--ckpt-keep"):
+        resolve(tmp_path / "iter_0000002")
+    with pytest.raises(UserError, match=r"other: no such folder$"):
+        resolve(tmp_path / "other")
+
+
 def test_an_iteration_that_is_read_is_not_removed(tmp_path: Path) -> None:
     for number in (1, 2):
         write_iteration(tmp_path / f"iter_000000{number}", str(number))
