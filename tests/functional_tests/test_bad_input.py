@@ -199,6 +199,12 @@ def test_quantising_twice_is_refused(place: Path, tmp_path: Path) -> None:
         ("generate", ("--base", "b", "--output", "o", "--temperature", -1), "temperature must be at least 0"),
         ("generate", ("--base", "b", "--output", "o", "--max-draft-len", 5), "without --load there is none"),
         ("validate", ("--load", "d", "--num-prompts", 0), "--num-prompts: must be at least 1, found 0"),
+        ("validate", ("--load", "d", "--max-draft-len", "2,x"), "expected numbers separated by commas, found '2,x'"),
+        (
+            "offline_feature_extract",
+            ("--load", "d", "--output-dir", "o", "--part", "3"),
+            "expected I/N with 0 <= I < N",
+        ),
         ("offline_feature_extract", ("--load", "d", "--output-dir", "o", "--micro-batch-size", 0), "at least 1"),
         ("quantize", ("--load", "d", "--save", "o", "--calib-samples", -5), "must be at least 1, found -5"),
         ("quantize", ("--load", "d", "--save", "o", "--loss", "kl"), "unknown argument --loss"),

@@ -49,7 +49,14 @@ def test_minimum_learning_rate_must_not_exceed_the_learning_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("batch_size", 0), ("temperature", -1.0), ("max_new_tokens", 0), ("max_draft_len", -1)]
+    ("field", "value"),
+    [
+        ("batch_size", 0),
+        ("temperature", -1.0),
+        ("temperature", float("inf")),
+        ("max_new_tokens", 0),
+        ("max_draft_len", -1),
+    ],
 )
 def test_decoding_values_out_of_range(field: str, value: float) -> None:
     with pytest.raises(UserError, match=field):
