@@ -326,7 +326,10 @@ def test_an_apex_that_cannot_run_is_refused_only_where_it_is_asked_for(place: Pa
         (["--data", "x.jsonl", "--num_prompts", "9"], "--data is read whole: leave --num_prompts out"),
         (["--data", "x.jsonl", "--temperature", "1"], "--data has answers: leave --temperature out"),
         (["--qat_iters", "some"], "--qat_iters some: expected a number"),
-        (["--base_model", ".", "--recipe", "short", "--synthesize", "x"], "--synthesize x: expected a positive integer"),
+        (
+            ["--base_model", ".", "--recipe", "short", "--synthesize", "x"],
+            "--synthesize x: expected a positive integer",
+        ),
         (["--num_gpu", "x"], "--num_gpu x: expected a positive integer"),
         (["--train_iters", "0"], "--train_iters 0: expected a positive integer"),
         (["--draft_len", "three"], "--draft_len three: expected a positive integer"),
