@@ -13,7 +13,6 @@ it for a process that has none.
 from __future__ import annotations
 
 import multiprocessing
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +27,11 @@ from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import COMPUTES, BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, recorded_objective, resolve
-from megatron_spec.commands.convert import draft_kinds, first_draft, fresh_config, own_module, published_draft
+from megatron_spec.commands.convert import first_draft, own_module, published_draft, requested_config
 from megatron_spec.commands.runs import ConvertRun
 from megatron_spec.config import (
     LOCAL,
     BaseLayers,
-    Config,
     DecodeConfig,
     DraftConfig,
     Fp8Recipe,
@@ -42,12 +40,13 @@ from megatron_spec.config import (
     QuantConfig,
     TransformerImpl,
     UserError,
-    presets,
+    expect,
 )
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding import engine
 from megatron_spec.drafts.contract import Draft, DraftLosses
-from megatron_spec.drafts.randomness import step_of
+from megatron_spec.drafts.own import check_modules, objective_of, own_class
+from megatron_spec.drafts.randomness import check_seeds, step_of
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.evaluation import validate as validation
 from megatron_spec.evaluation.report import Report
@@ -59,7 +58,7 @@ from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.generation.prompts import read_prompts
 from megatron_spec.planning.draft_modules import check_draft_modules
 from megatron_spec.planning.paths import Paths, Setting
-from megatron_spec.quantization.attach import base_amax_state
+from megatron_spec.quantization.attach import base_amax_state, quantizers
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World, together
@@ -94,8 +93,11 @@ class SpecModel:
     iteration: int = 0
     _seeds_agree: bool = field(default=False, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        self.objective = presets.objective_for(self.draft.config, self.objective)  # type: ignore[arg-type]
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Objectives are completed and checked for the draft, also one that is set later."""
+        if name == "draft":
+            expect(value, Draft, "draft of a SpecModel", "keep a wrapper beside it: docs/scale.md")
+        super().__setattr__(name, objective_of(self.draft, value) if name == "objective" else value)
 
     @property
     def world(self) -> World:
@@ -115,9 +117,11 @@ class SpecModel:
             batches: all micro-batches of this pipeline group, the same list on all its ranks.
         """
         given = _on_device([batches] if isinstance(batches, Batch) else batches, self.world)
+        for batch in given:
+            batch.check_positions(self.base.config.max_position_embeddings)
         features, objective = self.source.features(given), self.objective.at(self.iteration)
         if self.draft.draws and not self._seeds_agree:
-            _check_seeds(self.world)
+            check_seeds(self.world)
             self._seeds_agree = True
         with step_of(self.iteration):
             losses = [self.draft(f, self.base, objective) for f in features]
@@ -125,19 +129,10 @@ class SpecModel:
         return losses
 
 
-def _check_seeds(world: World) -> None:
-    """Raise UserError if ranks that share matrices or sequences would draw other random numbers. Collective."""
-    for group in [world.tp] if world.context is None else [world.tp, world.context.group]:
-        found: list[Any] = [None] * group.size()
-        torch.distributed.all_gather_object(found, torch.initial_seed(), group=group)
-        if len(set(found)) > 1:
-            raise UserError(
-                f"torch's seeds are {found} on ranks of one tensor or context parallel group, which have to draw the "
-                "same random numbers for this draft: call torch.manual_seed with one seed on all of them"
-            )
-
-
 def _on_device(batches: list[Batch], world: World) -> list[Batch]:
+    batches = list(batches)
+    for batch in batches:
+        expect(batch, Batch, "micro-batch", "data.loader.BatchLoader makes them")
     return [batch if batch.tokens_BS.device == world.device else batch.to(world.device) for batch in batches]
 
 
@@ -157,27 +152,11 @@ def _world_of(model: Any) -> World:
     return initialize(distributed.existing_parallel().replace(sequence_parallel=sequence_parallel))
 
 
-def _draft_config(drafts: Sequence[tuple[str, Any]], reference: BaseReference, vocab: DraftVocab) -> DraftConfig:
-    kinds = draft_kinds()
-    given: list[Any] = list(drafts) if isinstance(drafts, (list, tuple)) else [drafts]
-    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in given):
-        raise UserError(f"convert: found drafts {drafts!r}, expected a list of one pair such as ('eagle3', {{}})")
-    if len(given) != 1 or given[0][0] not in kinds:
-        found, known = [name for name, _ in given], ", ".join(sorted(kinds))
-        raise UserError(f"convert: found drafts {found}, expected exactly one, of kind {known}")
-    kind, config = given[0]
-    if not isinstance(config, Config):
-        return fresh_config(reference, kind, dict(config or {}), vocab)
-    if not isinstance(config, kinds[kind]):
-        raise UserError(f"convert: found a {type(config).__name__} for a draft of kind {kind!r}")
-    return typing.cast(DraftConfig, config)
-
-
 def convert(
     model: Any, drafts: Sequence[tuple[str, Any]] = (), *, base_path: str | Path | None = None,
     vocab: DraftVocab | None = None, objective: ObjectiveConfig | None = None, seed: int = ConvertRun.seed,
     draft: str | Path | None = None, mtp_from_base: bool = False, draft_transformer_impl: TransformerImpl = "local",
-    draft_fp8_recipe: Fp8Recipe | None = None,
+    draft_fp8_recipe: Fp8Recipe | None = None, draft_class: type[Draft] | None = None,
 ) -> SpecModel:  # fmt: skip
     """Freeze a loaded megatron-core model and add a draft: new, from a folder, or the base's own module.
 
@@ -196,6 +175,7 @@ def convert(
         mtp_from_base: start from the base's own prediction module (DeepSeek-V3).
         draft_transformer_impl, draft_fp8_recipe: as the flags of finetune.py: modules of the draft's linears and norms,
             and Transformer Engine's recipe for them in training.
+        draft_class: a class of your own for the draft (docs/architecture.md#your-own-draft-or-loss).
 
     Raises:
         UserError: unsupported models, configurations or layouts.
@@ -208,6 +188,7 @@ def convert(
     if reference is None:
         raise UserError("convert: found no base_path, expected the folder of the base that this model was loaded from")
     vocab = vocab or DraftVocab.full(reference.config.vocab_size)
+    expect(vocab, DraftVocab, "vocab", "DraftVocab.load reads the file of calibrate_draft_vocab.py")
     published = None if draft is None else published_draft(draft, reference)
     config: DraftConfig
     if published is not None:
@@ -215,10 +196,10 @@ def convert(
     elif mtp_from_base:
         config = own_module(reference)
     else:
-        config = _draft_config(drafts, reference, vocab)
+        config = requested_config(drafts, reference, vocab)
     base = _frozen(model, reference, world, config)
     paths = _paths(config, world, base.dtype, draft_transformer_impl, draft_fp8_recipe)
-    made = first_draft(base, reference, config, vocab, world, base.dtype, seed, published, paths)
+    made = first_draft(base, reference, config, vocab, world, base.dtype, seed, published, paths, draft_class)
     return SpecModel(base, made, made.vocab, reference, objective or ObjectiveConfig())  # type: ignore[arg-type]
 
 
@@ -238,6 +219,8 @@ def _check_source(draft: str | Path | None, mtp_from_base: bool, fresh: dict[str
     """Raise UserError for two sources of a draft, and for arguments of new drafts (name -> was it given?)."""
     if draft is None and not mtp_from_base:
         return
+    if draft is not None and not isinstance(draft, (str, Path)):
+        raise UserError(f"convert: found {draft!r} for draft, expected a folder (a class of your own is draft_class)")
     if draft is not None and mtp_from_base:
         raise UserError("convert: draft= and mtp_from_base=True name two drafts: give one of them")
     given = [name for name, is_given in fresh.items() if is_given]
@@ -248,6 +231,7 @@ def _check_source(draft: str | Path | None, mtp_from_base: bool, fresh: dict[str
 
 def _frozen(model: Any, reference: BaseReference, world: World, config: DraftConfig) -> FrozenBase:
     if isinstance(model, FrozenBase):
+        _check_quantised(model, None)
         pairs = {name: (getattr(model.config, name), getattr(reference.config, name)) for name in COMPUTES}
         wrong = [
             f"{name} is {own} in the base and {given} there" for name, (own, given) in pairs.items() if own != given
@@ -272,12 +256,23 @@ def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer:
         optimizer: megatron-core's, as `training.optimizer.build_optimizer` makes it.
     """
     _check_optimizer(optimizer)
-    spec = CheckpointSpec(link(model.reference), model.draft.config, model.quant, iteration)  # type: ignore[arg-type]
+    check_modules(model.draft)
+    _check_quantised(model.base, model.quant)
+    spec = CheckpointSpec(link(model.reference), model.draft.config, model.quant, iteration, own_class(model.draft))
     amax = base_amax_state(model.base) if model.quant is not None and model.quant.base != "none" else None
     extra = {"iteration": iteration, "consumed_samples": 0, "objective": model.objective.to_dict()}
     return sharded.save(
         folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax, keep=keep
     )
+
+
+def _check_quantised(base: FrozenBase, quant: QuantConfig | None) -> None:
+    """Raise UserError if the base is fake-quantised without a policy that `load` would repeat."""
+    if quant is None and quantizers(base):
+        raise UserError(
+            "the base is fake-quantised, by quantize() of another model around it: give each model a base of its own "
+            "(load_base)"
+        )
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -291,17 +286,17 @@ def _check_optimizer(optimizer: Any) -> None:
 def load(
     folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None,
     layers: BaseLayers = LOCAL, draft_transformer_impl: TransformerImpl = "local",
-    draft_fp8_recipe: Fp8Recipe | None = None,
+    draft_fp8_recipe: Fp8Recipe | None = None, draft_class: type[Draft] | None = None,
 ) -> SpecModel:  # fmt: skip
     """Base and draft of a checkpoint in the current layout. Collective. Raises UserError for a mismatch.
 
     Args:
         layers: what the base's layers are built from.
-        draft_transformer_impl, draft_fp8_recipe: see `convert`.
+        draft_transformer_impl, draft_fp8_recipe, draft_class: see `convert`.
     """
     loaded = load_checkpoint(
         folder, initialize(), dtype=dtype, base_path=base_path, layers=layers, draft_impl=draft_transformer_impl,
-        draft_fp8_recipe=draft_fp8_recipe,
+        draft_fp8_recipe=draft_fp8_recipe, draft_class=draft_class,
     )  # fmt: skip
     known = loaded.extra.get("objective")
     objective = recorded_objective(loaded.spec.draft, known) if known else ObjectiveConfig()
@@ -312,7 +307,8 @@ def load(
 def load_optimizer(model: SpecModel, folder: str | Path, optimizer: Any) -> int:
     """Load the optimizer state written by `save` into an optimizer over `model.draft`. Collective.
 
-    Returns the iteration of the checkpoint. Raises UserError if it has no matching optimizer state.
+    Returns the iteration of the checkpoint, which a new scheduler has to be told: scheduler.step(increment=iteration).
+    Raises UserError if it has no matching optimizer state.
     """
     _check_optimizer(optimizer)
     return int(sharded.load(resolve(folder), model.draft, model.world, optimizer=optimizer)["iteration"])
@@ -323,6 +319,7 @@ def quantize(
 ) -> list[LayerReport]:
     """Attach fp8 fake quantisers and calibrate them on micro-batches, through all draft steps. Collective."""
     quant = quant or QuantConfig()
+    expect(quant, QuantConfig, "quant")
     steps = [_on_device([step] if isinstance(step, Batch) else step, model.world) for step in batches]
     report = calibrate(model.base, model.draft, model.source, steps, model.objective, quant, model.world)
     model.quant = quant
@@ -355,6 +352,7 @@ def validate(
         tokenizer: folder of the tokenizer; default: the base's.
         output: file for the report.
     """
+    expect(config or DecodeConfig(), DecodeConfig, "config")
     folder = tokenizer or str(model.reference.path)
     opened = load_tokenizer(folder)
     was_training = model.draft.training
@@ -380,6 +378,7 @@ def decode(
     Args:
         stop_ids: tokens that end an answer; default: the base's.
     """
+    expect(config or DecodeConfig(), DecodeConfig, "config")
     if any(isinstance(prompt, (str, int)) for prompt in prompts):
         raise UserError("decode: found text or a single prompt, expected lists of token ids, one for each prompt")
     was_training = model.draft.training

@@ -105,9 +105,7 @@ def resolve_paths(
     te.check(layers, platform.machine())
     check_draft_parallel(spec.draft, parallel)
     wanted += ("te_fp8",) if layers.recipe else ()
-    quant = spec.quant
-    if quant is not None and original_base:
-        quant = quant.replace(base="none", kv_cache="none", exclude_base=())
+    quant = spec.quant.without_base if spec.quant is not None and original_base else spec.quant
     name = str(dtype).removeprefix("torch.")
     base = None if ends_only else spec.base.config
     setting = Setting(
@@ -126,6 +124,7 @@ def load_checkpoint(
     original_base: bool = False, layers: BaseLayers = LOCAL, ends_only: bool = False,
     paths: Paths | None = None, plain: bool = False, spec: CheckpointSpec | None = None,
     draft_impl: TransformerImpl = "local", draft_fp8_recipe: Fp8Recipe | None = None,
+    draft_class: type[Draft] | None = None,
 ) -> Loaded:  # fmt: skip
     """Base and draft of a checkpoint folder, fake-quantised if the checkpoint is.
 
@@ -137,18 +136,24 @@ def load_checkpoint(
         paths: the fast paths of the run (`resolve_paths`), which also know the draft's modules; default: all that run
             here.
         plain, draft_impl, draft_fp8_recipe: see `resolve_paths`; used without `paths`.
+        draft_class: class of the draft, if it is not this package's.
 
     Raises UserError for a missing, incomplete or mismatched checkpoint, before any weight of the base is read.
     """
     with locked(path) as folder:
         _check_same_on_all_ranks(folder)
         spec = read_spec(folder) if spec is None else spec
+        if spec.draft_class is not None and draft_class is None:
+            raise UserError(
+                f"{path} has a draft of a class of yours, {spec.draft_class}, which this package cannot build: load it "
+                "with megatron_spec.load(folder, draft_class=...) in a program that has the class"
+            )
         if paths is None:
             paths = resolve_paths(
                 spec, world.parallel, dtype, original_base=original_base, layers=layers, ends_only=ends_only,
                 plain=plain, draft_impl=draft_impl, draft_fp8_recipe=draft_fp8_recipe,
             )  # fmt: skip
-        return _load(folder, spec, world, dtype, base_path, original_base, layers, ends_only, paths)
+        return _load(folder, spec, world, dtype, base_path, original_base, layers, ends_only, paths, draft_class)
 
 
 def _check_same_on_all_ranks(folder: Path) -> None:
@@ -162,11 +167,11 @@ def _check_same_on_all_ranks(folder: Path) -> None:
 
 def _load(
     folder: Path, spec: CheckpointSpec, world: World, dtype: torch.dtype, base_path: str | None, original_base: bool,
-    layers: BaseLayers, ends_only: bool, paths: Paths,
+    layers: BaseLayers, ends_only: bool, paths: Paths, draft_class: type[Draft] | None,
 ) -> Loaded:  # fmt: skip
     ref = check_base(spec, base_path)
     vocab = DraftVocab.load(folder / "vocab.safetensors")
-    draft = build_draft(spec.draft, vocab, world, dtype, paths)
+    draft = build_draft(spec.draft, vocab, world, dtype, paths, draft_class)
     base_amax = None
     if spec.quant is not None:
         attach_quantizers(draft, spec.quant, role="draft")

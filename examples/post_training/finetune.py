@@ -19,9 +19,9 @@ def parser() -> cli.Parser:
 
 def main(args: argparse.Namespace) -> None:
     if args.run.dry_run:
-        from megatron_spec.commands.plan import plan_run
+        from megatron_spec.commands.plan import plan
 
-        print(plan_run(args.run))
+        print(plan(args.run))
         return
     from megatron_spec.commands.finetune import finetune
 

@@ -31,11 +31,15 @@ from megatron_spec.families.megatron_args import config_from_args, contradiction
 from megatron_spec.families.names import NameRule
 from megatron_spec.families.rules import name_rules
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import read_object
+from megatron_spec.runtime.files import read_object, read_text
 
 log = logging.getLogger(__name__)
 
 _POINTER = "latest_checkpointed_iteration.txt"
+_LEGACY = (
+    "is a checkpoint of Megatron-LM's older format (--ckpt-format torch), which is read with pickle: convert it with "
+    "Megatron-LM's --ckpt-convert-format torch_dist --ckpt-convert-save DIR"
+)
 _PREFIXES = ("", "module.", "model.")
 _PARTS = ("decoder.", "embedding.", "output_layer.", "mtp.")
 
@@ -47,10 +51,14 @@ def checkpoint_folder(path: Path) -> Path | None:
     """
     if (path / "metadata.json").is_file() and (path / ".metadata").is_file():
         return path
+    if any(path.glob("mp_rank_*")) or (path / "model_optim_rng.pt").is_file():
+        raise UserError(f"{path} {_LEGACY}")
     if not (path / _POINTER).is_file():
         return None
-    name = (path / _POINTER).read_text(encoding="utf-8").strip()
+    name = read_text(path / _POINTER, "text").strip()
     folder = path / (name if not name.isdigit() else f"iter_{int(name):07d}")
+    if re.fullmatch(r"\d+|release", name) and any(folder.glob("mp_rank_*")):
+        raise UserError(f"{folder} {_LEGACY}")
     if not re.fullmatch(r"\d+|release", name) or not (folder / "metadata.json").is_file():
         raise UserError(
             f"{path / _POINTER} names {name[:40]!r}, but {folder} is not a distributed checkpoint (metadata.json is "
@@ -63,7 +71,9 @@ def weight_files(folder: Path) -> list[Path]:
     """The files whose content identifies the base. Raises UserError when there are no shards."""
     shards = sorted(folder.glob("*.distcp"))
     if not shards:
-        raise UserError(f"{folder}: found no *.distcp files; copy the checkpoint again")
+        raise UserError(
+            f"{folder}: found no *.distcp files, as --ckpt-format torch_dist writes them; copy the checkpoint again"
+        )
     return [folder / ".metadata", *shards]
 
 

@@ -57,6 +57,8 @@ class CheckpointSpec(Config):
     """Fake quantisation; None: not quantised."""
     iteration: int = 0
     """Optimizer steps of the run that saved it."""
+    draft_class: str | None = None
+    """module:Class of a draft of the user's; None: this package's class for the algorithm."""
     format_version: int = FORMAT_VERSION
     """Version of this file."""
 
@@ -131,7 +133,9 @@ def resolve(checkpoint: Path | str) -> Path:
     """
     path = Path(checkpoint)
     if not path.is_dir():
-        raise UserError(f"--load {path}: no such folder")
+        removed = re.fullmatch(r"iter_\d+", path.name) and iterations(path.parent)
+        why = "; it may have been removed by the run that saves there (--ckpt-keep): start again" if removed else ""
+        raise UserError(f"--load {path}: no such folder{why}")
     if not (path / "spec.json").is_file():
         latest = latest_iteration(path)
         if latest is None:

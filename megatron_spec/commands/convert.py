@@ -18,9 +18,9 @@ from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_module
 from megatron_spec.checkpoint.spec import CheckpointSpec
-from megatron_spec.commands.data import check_base_shapes
+from megatron_spec.commands.checks import check_base_shapes
 from megatron_spec.commands.runs import ConvertRun, DraftRequest, settings_of, takes
-from megatron_spec.config import BlockConfig, DraftConfig, EagleConfig, MedusaConfig, UserError, presets
+from megatron_spec.config import BlockConfig, Config, DraftConfig, EagleConfig, MedusaConfig, UserError, presets
 from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.data import mask_token
 from megatron_spec.drafts import build_draft
@@ -166,6 +166,28 @@ def draft_kinds() -> dict[str, type[Any]]:
     return kinds
 
 
+def requested_config(drafts: Any, ref: BaseReference, vocab: DraftVocab) -> DraftConfig:
+    """Architecture of a new draft from the library's list of one pair (kind, configuration or overrides).
+
+    Raises UserError for another list, an unknown kind, or a configuration of another kind.
+    """
+    kinds = draft_kinds()
+    given: list[Any] = list(drafts) if isinstance(drafts, (list, tuple)) else [drafts]
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in given):
+        raise UserError(f"convert: found drafts {drafts!r}, expected a list of one pair such as ('eagle3', {{}})")
+    if len(given) != 1 or given[0][0] not in kinds:
+        found, known = [name for name, _ in given], ", ".join(sorted(kinds))
+        raise UserError(
+            f"convert: found drafts {found}, expected exactly one, of kind {known} (a class of your own is draft_class)"
+        )
+    kind, config = given[0]
+    if not isinstance(config, Config):
+        return fresh_config(ref, kind, dict(config or {}), vocab)
+    if not isinstance(config, kinds[kind]):
+        raise UserError(f"convert: found a {type(config).__name__} for a draft of kind {kind!r}")
+    return typing.cast(DraftConfig, config)
+
+
 def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab: DraftVocab) -> DraftConfig:
     """Architecture of a new draft of a kind in `draft_kinds`: the preset for this base, with overrides.
 
@@ -186,28 +208,38 @@ def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab
 
 def new_draft(
     base: FrozenBase, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype, seed: int,
-    paths: Paths | None = None,
+    paths: Paths | None = None, draft_class: type[Draft] | None = None,
 ) -> Draft:  # fmt: skip
-    """A draft initialised from the base; the values do not depend on the parallel layout."""
-    draft = build_draft(config, vocab, world, dtype, paths)
+    """A draft initialised from the base; the values do not depend on the parallel layout.
+
+    Raises UserError for parameters of a class of the user's that have no value.
+    """
+    draft: Draft = build_draft(config, vocab, world, dtype, paths, draft_class)
     draft.initialize(base, last_layer_tensors(base), seed)
+    if unset := [name for name, p in draft.named_parameters() if bool(p.isnan().any())]:
+        raise UserError(
+            f"{type(draft).__name__}: {', '.join(unset[:8])} {'have' if len(unset) > 1 else 'has'} no initial value: "
+            "set it in the constructor or in initialize"
+        )
     return draft
 
 
 def first_draft(
     base: FrozenBase, ref: BaseReference, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype,
     seed: int, published: Reading | None = None, paths: Paths | None = None,
+    draft_class: type[Draft] | None = None,
 ) -> Draft:  # fmt: skip
     """The draft that training starts from, by `plan`: published, the base's own module, or new.
 
     Args:
         paths: fast paths and modules of the draft; default: all paths that run here, without Transformer Engine.
+        draft_class: a class of the user's in place of the algorithm's.
     """
     if published is not None:
-        return load_draft(published, world, dtype, paths)
+        return load_draft(published, world, dtype, paths, draft_class)
     if not config.of_base:
-        return new_draft(base, config, vocab, world, dtype, seed, paths)
-    draft: Draft = build_draft(config, vocab, world, dtype, paths)
+        return new_draft(base, config, vocab, world, dtype, seed, paths, draft_class)
+    draft: Draft = build_draft(config, vocab, world, dtype, paths, draft_class)
     load_own_module(draft, Path(ref.path), world)
     return draft
 

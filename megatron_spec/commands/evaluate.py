@@ -16,18 +16,15 @@ import torch.distributed as dist
 
 from megatron_spec.build import Loaded, respec
 from megatron_spec.checkpoint import sharded
-from megatron_spec.commands.data import check_file
 from megatron_spec.commands.features import template_hash
 from megatron_spec.commands.runs import EvalRequest
-from megatron_spec.config import DecodeConfig, DraftConfig, ObjectiveConfig, ParallelConfig, UserError
+from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.engine import decode
-from megatron_spec.decoding.options import check_lengths
 from megatron_spec.decoding.started import Generation
 from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stats
 from megatron_spec.generation.prompts import Dialogue, read_prompts
-from megatron_spec.planning import layouts
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import append_text, read_json, sha256_of, write_json
 from megatron_spec.training.metrics import truncate_log
@@ -38,15 +35,6 @@ BEST, LOG = "best", "acceptance.jsonl"
 """In --save: the checkpoint with the highest acceptance, without optimizer state; a line per measurement."""
 
 FILES = {BEST, LOG}
-
-
-def check(request: EvalRequest, parallel: ParallelConfig, draft: DraftConfig, objective: ObjectiveConfig) -> None:
-    """Raise UserError, before anything loads, if acceptance cannot be measured."""
-    if request.interval == 0:
-        return
-    layouts.check("decode", parallel)
-    check_lengths(DecodeConfig(), (request.max_draft_len,), draft, objective.ttt_steps, "--eval-draft-len")
-    check_file(str(request.data), "--eval-data")
 
 
 class AcceptanceEvaluator:

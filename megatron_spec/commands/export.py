@@ -13,7 +13,7 @@ import torch
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, locked, read_spec
-from megatron_spec.commands.data import check_base_shapes
+from megatron_spec.commands.checks import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
 from megatron_spec.config import BlockConfig, DraftConfig, MedusaConfig, UserError, flag_name
 from megatron_spec.config.rope import read_rope

@@ -15,8 +15,9 @@ import torch
 from megatron_spec.base import te
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import Loaded, load_checkpoint
-from megatron_spec.checkpoint.spec import identity, read_spec, resolve
-from megatron_spec.commands.data import check_base_shapes, check_seq_length, open_dataset, tokenizer_folder
+from megatron_spec.checkpoint.spec import identity, locked, read_spec
+from megatron_spec.commands.checks import check_base_shapes, check_seq_length
+from megatron_spec.commands.data import open_dataset, tokenizer_folder
 from megatron_spec.commands.runs import ExtractRun, settings_of, takes
 from megatron_spec.data.loader import ConversationDataset, Dataset, lengths_of
 from megatron_spec.features.offline import OfflineFeatures, extract
@@ -25,6 +26,7 @@ from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import human_size, require_space
+from megatron_spec.runtime.folders import require_writable
 from megatron_spec.runtime.hub import model_folder
 
 log = logging.getLogger(__name__)
@@ -101,13 +103,18 @@ def extract_features(run: ExtractRun) -> Path:
 
     Raises UserError for invalid input, if possible before any weight is read.
     """
-    folder = resolve(run.load)
+    with locked(run.load) as folder:
+        return _extract(run, folder)
+
+
+def _extract(run: ExtractRun, folder: Path) -> Path:
     spec = read_spec(folder)
     check_base_shapes(run, spec.base.config)
     layouts.check("extract", run.parallel, spec.base.config.num_experts)
     check_parallel(spec.base.config, run.parallel)
+    require_writable(run.output_dir)
     te.check(run.layers, platform.machine())
-    check_seq_length(run.seq_length, spec)
+    check_seq_length(run.seq_length, spec.base.config)
     world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     texts, kwargs = tokenizer_folder(spec, run.base, run.tokenizer), run.chat_template_kwargs

@@ -28,7 +28,7 @@ from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
 from megatron_spec.training import tracking
-from megatron_spec.training.loop import Position, check_world, train
+from megatron_spec.training.loop import Position, train
 from megatron_spec.training.optimizer import apply_settings, build_optimizer, settings, wrap_ddp
 from megatron_spec.training.step import Trainer
 
@@ -142,7 +142,7 @@ def finetune(run: FinetuneRun) -> bool:
 
 
 def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
-    check_world(world, run.train)
+    run.train.micro_batches(world.dp_size, world.pp_size)  # or an error
     log.info("layout: %s", describe_layout(world, resolved.spec.base.config))
     dataset = open_data(resolved)
     loaded = load_models(resolved, world)

@@ -10,27 +10,22 @@ from typing import Any
 import torch
 
 from megatron_spec.base import te
-from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import resolve_paths
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec, recorded_objective
 from megatron_spec.checkpoint.spec import resolve as resolve_folder
 from megatron_spec.commands import evaluate
-from megatron_spec.commands.data import (
-    check_base_shapes,
-    check_file,
-    check_seq_length,
-    tokenizer_folder,
-)
+from megatron_spec.commands.checks import check_training
+from megatron_spec.commands.data import check_file, tokenizer_folder
 from megatron_spec.commands.features import template_hash
 from megatron_spec.commands.runs import FinetuneRun
+from megatron_spec.commands.runs.finetune import DEFAULT_LENGTH
 from megatron_spec.config import ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
 from megatron_spec.data.tokenise import content_hash
 from megatron_spec.features.store import manifest_file, read_manifest
-from megatron_spec.planning import layouts
 from megatron_spec.planning.paths import Paths
 from megatron_spec.runtime import platform
-from megatron_spec.runtime.folders import require_empty
+from megatron_spec.runtime.folders import require_empty, require_writable
 from megatron_spec.training import tracking
 from megatron_spec.training.kernels import check_kernels
 from megatron_spec.training.loop import Position
@@ -71,15 +66,6 @@ class Resolved:
     @property
     def _iteration_of_start(self) -> int:
         return self.spec.iteration if self.folder.parent == Path(self.run.save) else 0
-
-    @property
-    def layout_row(self) -> str:
-        """Row of `layouts.ROWS`."""
-        if self.run.base_fp8:
-            return "base_fp8"
-        if self.run.offline_data is not None:
-            return "offline"
-        return "finetune" if self.run.feature_cache is None else "extract"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,7 +164,7 @@ def row_length(run: FinetuneRun) -> int:
     """Longest row in tokens. Raises UserError if stored features were truncated to another length than --seq-length."""
     content_file(run)
     if run.offline_data is None:
-        return run.seq_length or 2048
+        return run.seq_length or DEFAULT_LENGTH
     stored = read_manifest(run.offline_data).seq_length
     if run.seq_length not in (None, stored):
         raise UserError(
@@ -286,17 +272,13 @@ def changed_settings(resolved: Resolved, train: TrainConfig) -> dict[str, Any]:
 
 def check(resolved: Resolved) -> None:
     """Raise UserError for flags that conflict with the checkpoint, the layout, other flags or this machine."""
-    run, base = resolved.run, resolved.spec.base.config
-    check_base_shapes(run, base)
+    run, spec = resolved.run, resolved.spec
+    check_training(run, spec.base.config, spec.draft, spec.quant, resolved.objective, resolved.seq_length)
     tracking.check(run.tensorboard_dir, run.wandb_project)
-    layouts.check(resolved.layout_row, run.parallel, base.num_experts)
-    check_parallel(base, run.parallel)
-    check_seq_length(resolved.seq_length, resolved.spec)
-    run.check_features()
+    if run.feature_cache is not None:
+        require_writable(run.feature_cache)
+    if run.evaluation.interval:
+        check_file(str(run.evaluation.data), "--eval-data")
     te.check(run.layers, platform.machine())
-    evaluate.check(run.evaluation, run.parallel, resolved.spec.draft, resolved.objective)
     check_kernels(run.train.optimizer_impl)
     fast_paths(resolved)
-    quant = resolved.spec.quant
-    if run.teacher == "original" and (quant is None or quant.base == "none"):
-        raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")

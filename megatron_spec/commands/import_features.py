@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_spec.base.schedule import run_base
 from megatron_spec.build import Loaded, load_checkpoint
 from megatron_spec.checkpoint.spec import read_spec, resolve
-from megatron_spec.commands.data import check_base_shapes, check_seq_length
+from megatron_spec.commands.checks import check_base_shapes, check_seq_length
 from megatron_spec.commands.features import check_room, teacher_fingerprint
 from megatron_spec.commands.runs import ImportRun, takes
 from megatron_spec.config import ParallelConfig, UserError
@@ -113,7 +113,7 @@ def import_features(run: ImportRun) -> Path:
     files = dump_files(run.dumps)
     folder = resolve(run.load)
     spec = read_spec(folder)
-    check_seq_length(run.seq_length, spec)
+    check_seq_length(run.seq_length, spec.base.config)
     base, captures = spec.base.config, spec.draft.capture_layer_ids
     check_base_shapes(run, base)
     if not captures:

@@ -6,26 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatron_spec.base.placement import Stage, check_parallel, place
+from megatron_spec.base.placement import Stage, place
 from megatron_spec.checkpoint.spec import read_spec, resolve
+from megatron_spec.commands.checks import check_training
 from megatron_spec.commands.runs import FinetuneRun
+from megatron_spec.commands.runs.finetune import DEFAULT_LENGTH
 from megatron_spec.config import (
-    LOCAL,
     BaseConfig,
-    BaseLayers,
     DraftConfig,
-    Fp8Recipe,
     ObjectiveConfig,
     ParallelConfig,
     QuantConfig,
     TrainConfig,
-    TransformerImpl,
-    UserError,
     presets,
 )
 from megatron_spec.config.machine import H100
 from megatron_spec.families import read_base_config
-from megatron_spec.planning import layouts
 from megatron_spec.planning.draft_modules import check_draft_modules
 from megatron_spec.planning.estimate import (  # fmt: skip
     GIB,
@@ -65,84 +61,70 @@ def architectures(load: str) -> tuple[BaseConfig, DraftConfig, QuantConfig | Non
     return base, presets.eagle_config(base, "eagle3", {"draft_vocab_size": size}), None
 
 
-def plan(
-    load: str, train: TrainConfig, objective: ObjectiveConfig, parallel: ParallelConfig, cluster: Cluster,
-    seq_length: int, offline: bool = False, wanted: tuple[str, ...] = (), plain: bool = False,
-    layers: BaseLayers = LOCAL, draft_impl: TransformerImpl = "local", draft_fp8_recipe: Fp8Recipe | None = None,
-) -> str:  # fmt: skip
-    """The layout, memory per rank, work and placement as text.
-
-    Args:
-        wanted: requested opt-in fast paths.
-        plain: no fast paths.
-        layers: what the base's layers are built from.
-        draft_impl, draft_fp8_recipe: see `build.resolve_paths`.
+def plan(run: FinetuneRun) -> str:
+    """The layout, memory per rank, work and placement of a run with --dry-run, as text.
 
     Raises UserError for everything that the run would refuse before loading weights.
     """
-    base, draft, quant = architectures(load)
-    row = "base_fp8" if "base_fp8" in wanted else "offline" if offline else "finetune"
-    layouts.check(row, parallel, getattr(base, "num_experts", 0))
-    check_parallel(base, parallel)
-    objective = presets.objective_for(draft, objective)
-    layout = _layout(parallel, cluster, train)
-    setting = Setting(
-        H100, "bfloat16" if train.bf16 else "float32", parallel, None if offline else base, draft, objective,
-        quant, layers, train.micro_batch_size * seq_length, wanted, plain=plain,
-        draft_transformer_engine=draft_impl == "transformer_engine", draft_fp8_recipe=draft_fp8_recipe,
-        optimizer_impl=train.optimizer_impl,
-    )  # fmt: skip
-    check_draft_modules(setting, planned=True)
-    paths = Paths(setting)
-    paths.check()
-    stages = place(base.num_layers, parallel, draft.capture_layer_ids)
+    base, draft, quant = architectures(run.load)
+    objective, S = presets.objective_for(draft, run.objective), row_length(run)
+    check_training(run, base, draft, quant, objective, S)
+    machines = {name: getattr(run, name) for name in ("num_nodes", "gpus_per_node", "gpu_memory_gib")}
+    cluster = Cluster(**{name: value for name, value in machines.items() if value is not None})
+    layout, paths = _layout(run.parallel, cluster, run.train), _paths(run, base, draft, quant, objective, S)
+    stages = place(base.num_layers, run.parallel, draft.capture_layer_ids)
+    offline = run.offline_data is not None
     places = [
         Place(
-            base, draft, parallel, train, seq_length, draft_passes(draft, objective), cluster.world_size, stage.count,
-            offline, paths=paths, anchors=objective.anchors,
+            base, draft, run.parallel, run.train, S, draft_passes(draft, objective), cluster.world_size, stage.count,
+            offline, paths=paths, anchors=objective.anchors, stored=offline or run.feature_cache is not None,
         )
         for stage in stages
     ]  # fmt: skip
     return "\n".join([
-        *_models(base, draft), "", *_layout_lines(layout, parallel, train, places[0]), "",
+        *_models(base, draft), "", *_layout_lines(layout, run.parallel, run.train, places[0]), "",
         *_placement(stages, layout, cluster), "", *_memory(places, cluster), "",
-        *_work(base, draft, train, objective, seq_length, cluster), "",
+        *_work(base, draft, run.train, objective, S, cluster), "",
         "fast paths on an H100", *(f"  {line}" for line in paths.lines()),
     ])  # fmt: skip
 
 
-def plan_run(run: FinetuneRun) -> str:
-    """The plan of a run with --dry-run. Raises UserError as `plan`, and for flags that conflict."""
-    run.check_features()
-    machines = {name: getattr(run, name) for name in ("num_nodes", "gpus_per_node", "gpu_memory_gib")}
-    cluster = Cluster(**{name: value for name, value in machines.items() if value is not None})
-    train = run.train.replace(train_iters=run.train.train_iters or 1)
-    offline = run.offline_data is not None
+def row_length(run: FinetuneRun) -> int:
+    """Longest row in tokens: that of stored features, if they are there already."""
+    if run.offline_data is not None and (Path(run.offline_data) / "manifest.json").is_file():
+        from megatron_spec.commands import finetune_inputs  # imports torch
+
+        return finetune_inputs.row_length(run)
+    return run.seq_length or DEFAULT_LENGTH
+
+
+def _paths(
+    run: FinetuneRun, base: BaseConfig, draft: DraftConfig, quant: QuantConfig | None, objective: ObjectiveConfig,
+    S: int,
+) -> Paths:  # fmt: skip
+    """The fast paths of the run on an H100. Raises UserError for those that were asked for and cannot run there."""
     wanted = tuple(name for name in ("base_fp8", "draft_fp8") if getattr(run, name))
     wanted += ("te_fp8",) if run.layers.recipe else ()
-    return plan(
-        run.load, train, run.objective, run.parallel, cluster, run.seq_length or 2048, offline, wanted, run.plain,
-        run.layers, run.draft_transformer_impl, run.draft_fp8_recipe,
+    if quant is not None and run.teacher == "original":
+        quant = quant.without_base
+    setting = Setting(
+        H100, "bfloat16" if run.train.bf16 else "float32", run.parallel, None if run.offline_data else base, draft,
+        objective, quant, run.layers, run.train.micro_batch_size * S, wanted,
+        plain=run.plain, draft_transformer_engine=run.draft_transformer_impl == "transformer_engine",
+        draft_fp8_recipe=run.draft_fp8_recipe, optimizer_impl=run.train.optimizer_impl,
     )  # fmt: skip
+    check_draft_modules(setting, planned=True)
+    paths = Paths(setting)
+    paths.check()
+    return paths
 
 
 def _layout(parallel: ParallelConfig, cluster: Cluster, train: TrainConfig) -> SimpleNamespace:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp = parallel.context_parallel_size
-    replica = tp * pp * cp
-    if cluster.world_size % replica:
-        raise UserError(
-            f"{cluster.world_size} GPUs cannot hold replicas of TP {tp} x PP {pp} x CP {cp}: use a multiple of "
-            f"{replica}"
-        )
-    dp = cluster.world_size // replica
-    unit = train.micro_batch_size * dp * pp
-    if train.global_batch_size % unit:
-        raise UserError(
-            f"--global-batch-size {train.global_batch_size} must be a multiple of micro-batch size "
-            f"{train.micro_batch_size} x data parallel {dp} x pipeline parallel {pp} = {unit}"
-        )
-    return SimpleNamespace(tp=tp, pp=pp, cp=cp, dp=dp, micro_batches=train.global_batch_size // unit)
+    parallel.check_world_size(cluster.world_size)
+    dp = cluster.world_size // (tp * pp * cp)
+    return SimpleNamespace(tp=tp, pp=pp, cp=cp, dp=dp, micro_batches=train.micro_batches(dp, pp))
 
 
 def _models(base: BaseConfig, draft: DraftConfig) -> list[str]:
@@ -167,7 +149,7 @@ def _layout_lines(layout: SimpleNamespace, parallel: ParallelConfig, train: Trai
         f"global batch {train.global_batch_size} = {layout.micro_batches} micro-batches of {train.micro_batch_size} on "
         f"each of {layout.dp * layout.pp} ranks; features of {first.features_ahead} held ahead",
     ]
-    if layout.pp > 1 and not first.offline:
+    if layout.pp > 1 and not first.stored:
         n = first.features_ahead * layout.pp
         lines.append(f"pipeline of the base busy {100 * n / (n + layout.pp - 1):.0f} % ({n} micro-batches at a time)")
     return lines
@@ -224,6 +206,6 @@ def _work(
         f"({objective.ttt_steps} steps forward and backward, {S} tokens a row)",
         f"a step of {tokens} tokens: {step / 1e15:.2f} PFLOP, {step / cluster.world_size / 1e12:.0f} TFLOP a GPU; at "
         f"400 TFLOP/s a GPU {seconds:.2f} s, {tokens / seconds:.0f} tokens/s",
-        f"{train.train_iters} steps: {train.train_iters * seconds / 3600:.1f} hours",
+        *([f"{train.train_iters} steps: {train.train_iters * seconds / 3600:.1f} hours"] if train.train_iters else []),
         f"a checkpoint: {checkpoint_bytes(draft, train.bf16) / GIB:.2f} GiB (draft and optimizer)",
     ]

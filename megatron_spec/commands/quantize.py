@@ -11,14 +11,9 @@ from megatron_spec.base import te
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec, resolve
-from megatron_spec.commands.data import (
-    check_base_shapes,
-    check_file,
-    check_seq_length,
-    open_dataset,
-    tokenizer_folder,
-)
+from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, locked, read_spec, resolve
+from megatron_spec.commands.checks import check_base_shapes, check_seq_length
+from megatron_spec.commands.data import check_file, open_dataset, tokenizer_folder
 from megatron_spec.commands.runs import QuantizeRun, settings_of, takes
 from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError, presets, suggest
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
@@ -127,12 +122,12 @@ def quantize(run: QuantizeRun) -> Path:
     is read.
     """
     quant = quant_policy(run.policy, run.kv_cache)
-    folder = resolve(run.load)
-    spec = read_spec(folder)
-    objective = check(run, spec, quant)
-    world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
-    with distributed.sole_run(run.save, world):
-        return _quantize(run, folder, spec, quant, objective, world)
+    with locked(run.load) as folder:
+        spec = read_spec(folder)
+        objective = check(run, spec, quant)
+        world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
+        with distributed.sole_run(run.save, world):
+            return _quantize(run, folder, spec, quant, objective, world)
 
 
 def _quantize(
@@ -159,7 +154,8 @@ def _quantize(
         run.save, respec(loaded.spec, quant=quant, iteration=_iteration(run)), loaded.draft, loaded.vocab, world,
         extra=trained, base_amax=base_amax_state(loaded.base) if quant.base != "none" else None, run_config=run_config,
     )  # fmt: skip
-    log.info("quantised with %s on %d conversations: %s", run.policy, steps * loader.global_batch_size, saved)
+    seen = min(steps * loader.global_batch_size, len(dataset))  # repeated, where they do not fill all ranks
+    log.info("quantised with %s on %d conversations: %s", run.policy, seen, saved)
     return saved
 
 
@@ -193,7 +189,7 @@ def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> Objecti
     layouts.check("quantize", run.parallel)
     check_parallel(spec.base.config, run.parallel)
     te.check(run.layers, platform.machine())
-    check_seq_length(run.seq_length, spec)
+    check_seq_length(run.seq_length, spec.base.config)
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     resolve_paths(spec, run.parallel, dtype, plain=run.plain, draft_impl=run.draft_transformer_impl)
     return objective

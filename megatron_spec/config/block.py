@@ -36,6 +36,8 @@ class BlockConfig(DecoderDraftConfig):
     """A slot sees the slots up to its own, not the whole block."""
     sliding_window: int | None = None
     """A slot sees the tokens at most this far before its own position; None: all of them."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers without the window, in which a slot sees the whole block, as some published drafts mix them."""
     rms_norm_eps: float = 1e-6
     """Epsilon of the norms."""
     markov_rank: int = 0
@@ -79,6 +81,10 @@ class BlockConfig(DecoderDraftConfig):
         """Tokens that a block proposes."""
         return self.block_size - self.first_slot
 
+    def mask_of(self, layer: int) -> tuple[bool, int | None]:
+        """(causal, sliding window) of a layer."""
+        return (False, None) if layer in self.full_attention_layers else (self.causal, self.sliding_window)
+
     @property
     def target_hidden_size(self) -> int:
         """Width of the base."""
@@ -110,6 +116,13 @@ class BlockConfig(DecoderDraftConfig):
             self.sliding_window is None or self.sliding_window >= (1 if self.causal else self.block_size),
             f"sliding_window must be at least {'1' if self.causal else 'block_size'}, found {self.sliding_window}",
         )
+        full = self.full_attention_layers
+        require(
+            not full or (self.sliding_window is not None and len(full) < self.num_hidden_layers
+                         and all(a < b for a, b in itertools.pairwise((-1, *full, self.num_hidden_layers)))),
+            f"full_attention_layers must be some of 0..{self.num_hidden_layers - 1}, ascending, beside a "
+            f"sliding_window, found {list(full)}",
+        )  # fmt: skip
         self._validate_markov()
 
     def _validate_markov(self) -> None:

@@ -162,8 +162,8 @@ def _warn_of_contradiction(raw: dict[str, Any], values: dict[str, Any], where: s
     if differ:
         used = {name: read[name] for name in differ}
         _warn_once(
-            f"{where}: rope_scaling, rope_parameters and the fields beside them differ; as in transformers {used} "
-            f"counts, not {differ}: remove what does not hold"
+            f"{where}: rope_scaling, rope_parameters and the fields beside them contradict one another; like "
+            f"transformers, this uses {used}, not {differ}: remove what is wrong"
         )
 
 

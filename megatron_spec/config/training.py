@@ -247,6 +247,17 @@ class TrainConfig(Config):
         )
         require(self.min_lr <= self.lr, f"min_lr {self.min_lr} must not be greater than lr {self.lr}")
 
+    def micro_batches(self, dp_size: int, pp_size: int) -> int:
+        """Micro-batches of a rank in a step. Raises UserError if the global batch does not fill every rank equally."""
+        unit = self.micro_batch_size * dp_size * pp_size
+        require(
+            self.global_batch_size % unit == 0,
+            f"--global-batch-size {self.global_batch_size} must be a multiple of micro-batch size "
+            f"{self.micro_batch_size} x data parallel {dp_size} x pipeline parallel {pp_size} = {unit}, so that every "
+            "rank trains the draft on as many micro-batches as the others",
+        )
+        return self.global_batch_size // unit
+
 
 @dataclass(frozen=True)
 class QuantConfig(Config):
@@ -270,6 +281,11 @@ class QuantConfig(Config):
     """Range of an input: the largest magnitude seen, or the magnitude that `percentile` % of the values stay within."""
     percentile: float = 99.99
     """For calibration 'percentile'."""
+
+    @property
+    def without_base(self) -> QuantConfig:
+        """The same for the draft, with the base in high precision."""
+        return self.replace(base="none", kv_cache="none", exclude_base=())
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""

@@ -65,7 +65,6 @@ class ChatEncoder:
     Args:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
         stop_token_ids: ids that end a turn (generation_config.json), besides the tokenizer's special tokens.
-        use_generation_marks: None uses the template's marks if it has them; True requires them, False ignores them.
         template_kwargs: see `ChatTemplate`.
         vocab_size: vocabulary of the base; prompts with ids outside it are refused. None: not checked.
         threads: tokenise several texts on so many threads; Python runs on while they do.
@@ -77,7 +76,6 @@ class ChatEncoder:
         self,
         tokenizer: Any,
         stop_token_ids: Collection[int] = (),
-        use_generation_marks: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         vocab_size: int | None = None,
         threads: int = 1,
@@ -87,10 +85,7 @@ class ChatEncoder:
             raise UserError("the tokenizer reports no character offsets: a tokenizer.json (fast tokenizer) is needed")
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self._tokenise = BatchTokenizer(tokenizer, threads)
-        marked = self.template.has_generation_marks
-        if use_generation_marks and not marked:
-            raise UserError("the chat template has no {% generation %} marks")
-        self.uses_marks = marked if use_generation_marks is None else use_generation_marks
+        self.uses_marks = self.template.has_generation_marks
         eos = tokenizer.eos_token_id
         self._stop_ids = set(stop_token_ids) | (set() if eos is None else {eos})
         self._end_ids = self._stop_ids | special_ids(tokenizer)

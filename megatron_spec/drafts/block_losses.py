@@ -22,6 +22,7 @@ from megatron_spec.drafts.pace import Pace
 from megatron_spec.losses import block
 from megatron_spec.losses.vocab_parallel import (
     InPlace,
+    OwnLoss,
     RowLosses,
     Teacher,
     kernel_row_loss,
@@ -101,14 +102,16 @@ class _Rows:
         kernel: `losses.vocab_parallel.kernel_row_loss`.
         kernels: operators (`ops.backend.load`).
         pace: determines the weights of a chunk, in place of those given.
+        own: see `block_losses`.
     """
 
     def __init__(
         self, head: BlockHead, teacher: Teacher, weight_N: Tensor, objective: ObjectiveConfig,
         group: dist.ProcessGroup, kernel: InPlace | None = None, kernels: Any = None, pace: Pace | None = None,
+        own: OwnLoss | None = None,
     ) -> None:  # fmt: skip
         self.head, self.teacher, self.weight_N, self.objective, self.group = head, teacher, weight_N, objective, group
-        self.kernel, self.kernels, self.pace, self.done = kernel, kernels, pace, 0
+        self.kernel, self.kernels, self.pace, self.own, self.done = kernel, kernels, pace, own, 0
         none = weight_N.new_zeros(0)
         self.weight, self.loss, self.overlap, self.bare = [none], [none], [none], [none]
         self.best = [none.long()]
@@ -129,10 +132,10 @@ class _Rows:
 
     def _losses(self, logits_RV: Tensor, rows_R: Tensor) -> RowLosses:
         goal = self.objective
-        if goal.loss_kind == "ce_l1":
+        if self.own is None and goal.loss_kind == "ce_l1":
             weights = (goal.ce_weight, goal.l1_weight)
             return block.ce_l1_rows(logits_RV, self.teacher, rows_R, goal.temperature, self.group, weights)
-        return row_losses(logits_RV, self.teacher, rows_R, goal.loss_kind, goal.temperature, self.group)
+        return row_losses(logits_RV, self.teacher, rows_R, self.own or goal.loss_kind, goal.temperature, self.group)
 
     def _add_low_gradients(self, grad_RV: Tensor, part: slice) -> None:
         """From the gradient of the weighted losses."""
@@ -223,14 +226,17 @@ def _paced_weights(
 
 def block_losses(
     head: BlockHead, plan: BlockPlan, teacher: Teacher, objective: ObjectiveConfig, group: dist.ProcessGroup,
-    paths: Paths = NO_PATHS,
+    paths: Paths = NO_PATHS, own: OwnLoss | None = None,
 ) -> DraftLosses:  # fmt: skip
     """Losses of all steps. `hard_ce`, `ce_l1` and D-PACE compare with the text, the others with the base.
 
     Accuracy compares with the base's argmax, as for all drafts.
+
+    Args:
+        own: the draft's `row_loss`, in place of the objective's.
     """
     labelled = dataclasses.replace(teacher, label_U=plan.labels_U)
-    found = _Pass(head, plan, labelled, teacher.label_U, objective, group, paths)
+    found = _Pass(head, plan, labelled, teacher.label_U, objective, group, paths, own)
     total, stats, weight_N, overlap_N = found.losses()
     if head.confidence_N is not None and objective.confidence_weight:
         confidence = block.confidence_losses(head.confidence_N.to(overlap_N.dtype), overlap_N)
@@ -255,11 +261,12 @@ class _Pass:
     objective: ObjectiveConfig
     group: dist.ProcessGroup
     paths: Paths
+    own: OwnLoss | None = None
 
     def losses(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(total, stats [T, 3] of `fused_head`, weight [N], overlap [N]), step by step."""
         rows_N, paced = torch.cat(self.plan.supervision.teacher_rows), self.objective.block_weights != "exponential"
-        fast = self.paths.under(self.objective).kernels("loss_kernel")
+        fast = "none" if self.own else self.paths.under(self.objective).kernels("loss_kernel")
         if fast != "none":
             return self._paced(backend.load(fast), rows_N) if paced else self._in_place(backend.load(fast), rows_N)
         if paced:
@@ -280,7 +287,7 @@ class _Pass:
     def _plain(self, head: BlockHead, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         fast, weight_VH = self.paths.kernels(), head.weight_VH
         scale_ = None if fast == "none" else backend.load(fast).scale_
-        row_loss = _Rows(head, self.labelled, weight_N, self.objective, self.group)
+        row_loss = _Rows(head, self.labelled, weight_N, self.objective, self.group, own=self.own)
         chunks = row_chunks(len(weight_N), chunk_rows(weight_VH, columns=self.labelled.columns))
         total, stats = fused_head(head.rows, weight_VH, self._steps(weight_N), row_loss, None, scale_, chunks)
         return row_loss.attach(total), stats, torch.cat(row_loss.overlap)

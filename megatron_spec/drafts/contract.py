@@ -5,7 +5,7 @@ T draft steps, S sequence, B micro-batch, H base hidden size, V padded base voca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +20,7 @@ from megatron_spec.planning.paths import NO_PATHS, Paths
 
 if TYPE_CHECKING:
     from megatron_spec.drafts.engine import TransformerEngine
+    from megatron_spec.drafts.vocab import DraftVocab
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [S,B,N,D], k [S,B,G,D], v [S,B,G,D]), q and k rotated -> [S, B, N*D]. Training passes the attention of the
@@ -76,8 +77,20 @@ class Draft(nn.Module):
     Every parameter has megatron-core's attributes: `tensor_model_parallel` and `partition_dim` if it is a shard,
     `sequence_parallel` if its gradient must be summed over tensor parallel ranks. Parameter names are those of the
     export format if one exists, so that checkpoint, quantisation and export share them.
+
+    A class outside this package (`convert(draft_class=...)`) is built as Class(config, vocab, place), with a
+    `linear.Placement`, and keeps the first two as attributes. Parameters that its `initialize` leaves alone need values
+    from the start.
     """
 
+    config: Any
+    """Architecture (`config.DraftConfig`); an algorithm of one's own takes that of the kind it resembles most."""
+    vocab: DraftVocab
+    """Its vocabulary."""
+    row_loss: Any = None
+    """A loss of one's own in place of the objective's: an `OwnLoss` of `losses.vocab_parallel`, as a staticmethod.
+
+    Steps are weighted, and rows left out, as for any loss; it runs without kernels."""
     draws = False
     """True if training draws anchors, rows or noise, which tensor and context parallel ranks have to agree on."""
     paths: Paths = NO_PATHS
@@ -103,6 +116,11 @@ class Draft(nn.Module):
         training = self.engine is not None and self.training and torch.is_grad_enabled()
         with self.weights_fixed(), self.engine.fp8() if training else nullcontext():  # type: ignore[union-attr]
             return super().__call__(*args, **kwargs)
+
+    def initialize(
+        self, ends: BaseEnds, base_layer_tensors: Mapping[str, Tensor] | None = None, seed: int = 1234
+    ) -> None:
+        """Set the initial values; here nothing. See `recurrent.RecurrentDraft.initialize`."""
 
     @contextmanager
     def weights_fixed(self) -> Iterator[None]:

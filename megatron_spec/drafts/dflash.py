@@ -183,6 +183,7 @@ class DFlashDraft(Draft):
         # Sequences follow one another from here on, so keys and values need no transposition.
         context_BSH = self.context(features.captures_SBC, fused).transpose(0, 1).contiguous()
         rows = self.rotation(positions_BS, context_BSH)
+        layouts = [plan.layout.masked(*self.config.mask_of(i)) for i in range(len(self.layers))]
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Attention of the slots over context and block."""
@@ -192,7 +193,7 @@ class DFlashDraft(Draft):
                 joined_SBGD = batch.context.gather(torch.cat(found, 2).transpose(0, 1))
                 found = joined_SBGD.transpose(0, 1).chunk(2, 2)
             keys, values = (x.flatten(0, 1) for x in found)
-            return block_attention(q, k, v, keys, values, plan.layout, triton)
+            return block_attention(q, k, v, keys, values, layouts[layer], triton)
 
         state_PCH = self.block_embedding(plan.tokens_P, ends)
         if fused is None:
@@ -217,7 +218,7 @@ class DFlashDraft(Draft):
         teacher = teach(features, plan.supervision, head, objective.temperature, group, self.sequence_parallel)
         states_NH = self.states(features, plan, ends, torch.cat(plan.supervision.rows))
         inputs = self.block_head(states_NH, head.draft_rows(), plan)
-        return block_losses(inputs, plan, teacher, objective, group, self.paths)
+        return block_losses(inputs, plan, teacher, objective, group, self.paths, self.row_loss)
 
     def block_head(self, states_NH: Tensor, weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
         """Inputs of the losses: states of the supervised rows of all steps, and the LM head."""

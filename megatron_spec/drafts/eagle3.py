@@ -126,4 +126,4 @@ class EagleDraft(RecurrentDraft):
         weight, plan = head_weight(self.lm_head), self.supervision(features.batch, objective)
         teacher = teach(features, plan, self.teacher_head(ends), objective.temperature, group, scattered)
         states = [self.lm_head.quantized_input(x) for x in self.states(features, plan, ends, objective)]
-        return head_losses(states, weight, plan, teacher, objective, group, paths=self.paths)
+        return head_losses(states, weight, plan, teacher, objective, group, paths=self.paths, own=self.row_loss)

@@ -186,14 +186,15 @@ def initial_values(draft: Any, ends: BaseEnds, base: Mapping[str, Tensor], seed:
 
 @torch.no_grad()
 def set_parameters(draft: nn.Module, values: Iterator[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
-    """Copy each value, unsharded or this rank's shard, to the parameter of that name."""
+    """Copy each value, unsharded or this rank's shard, to the parameter of that name, if there is one."""
     parameters = dict(draft.named_parameters())
     for name, value in values:
-        parameter = parameters.pop(name)
+        parameter = parameters.get(name)
+        if parameter is None:  # a class of the user's has another module there
+            continue
         if value.shape != parameter.shape:
             dim = parameter.partition_dim  # type: ignore[attr-defined]
             value = value.chunk(group.size(), dim)[group.rank()]
         if value.shape != parameter.shape:
             raise UserError(f"initial value of {name}: found {list(value.shape)}, expected {list(parameter.shape)}")
         parameter.copy_(value.to(parameter.dtype))
-    assert not parameters, f"left uninitialised: {sorted(parameters)}"

@@ -115,7 +115,7 @@ class MedusaDraft(Draft):
             mine = Supervision(
                 plan.rows[one], plan.active[one], plan.teacher_rows[one], plan.teacher_U, plan.rejected[one]
             )
-            found.append(head_losses([x], weight, mine, teacher, plain, group, labels, self.paths))
+            found.append(head_losses([x], weight, mine, teacher, plain, group, labels, self.paths, self.row_loss))
         total = torch.stack([objective.decay**i * losses.total for i, losses in enumerate(found)]).sum()
         loss, correct, overlap, rows = (
             torch.cat([getattr(x, n) for x in found]) for n in ("loss_T", "correct_T", "overlap_T", "rows_T")

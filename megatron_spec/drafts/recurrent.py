@@ -173,5 +173,7 @@ class SharedHeadDraft(RecurrentDraft):
         teacher = teach(features, plan, head, objective.temperature, group, scattered)
         embed = functools.partial(self.embed, ends=ends)
         states = unroll(self.layer_step, hidden_SBH, features, embed, plan, objective, group, scattered)
-        losses = head_losses(states, head.draft_rows(), plan, teacher, objective, group, paths=self.paths)
+        losses = head_losses(
+            states, head.draft_rows(), plan, teacher, objective, group, paths=self.paths, own=self.row_loss
+        )
         return losses, states, plan, teacher

@@ -25,7 +25,7 @@ from megatron_spec.drafts.contract import Attention, DraftLosses, shift
 from megatron_spec.drafts.linear import copy_to_ranks, enter
 from megatron_spec.drafts.pace import Pace
 from megatron_spec.drafts.teacher import TeacherHead
-from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss, row_losses
+from megatron_spec.losses.vocab_parallel import OwnLoss, Teacher, kernel_row_loss, row_losses
 from megatron_spec.ops import backend
 from megatron_spec.ops.head import StepRows, Weigh, chunk_rows, fused_head, row_chunks, whole_chunks
 from megatron_spec.ops.rows import pick_rows
@@ -209,27 +209,29 @@ def head_losses(
     group: dist.ProcessGroup,
     labels_U: Tensor | None = None,
     paths: Paths = NO_PATHS,
+    own: OwnLoss | None = None,
 ) -> DraftLosses:
     """Losses of all steps from the supervised rows [R, H] of each.
 
     Args:
         labels_U: draft ids as targets of `hard_ce`; default: the base's argmax. Accuracy is always against the latter.
         paths: fast paths of the draft.
+        own: the draft's `row_loss`, in place of the objective's.
     """
     labelled = teacher if labels_U is None else dataclasses.replace(teacher, label_U=labels_U)
     steps = _step_rows(supervision, teacher, objective)
 
     def row_loss(logits_RD: Tensor, rows_R: Tensor):  # type: ignore[no-untyped-def]
         """Differentiable losses of rows of logits."""
-        return row_losses(logits_RD, labelled, rows_R, objective.loss_kind, objective.temperature, group)
+        return row_losses(logits_RD, labelled, rows_R, own or objective.loss_kind, objective.temperature, group)
 
     in_place = scale_ = fp8 = kernels = epilogue = None
     if paths.kernels() != "none":
         kernels = backend.load(paths.kernels())
         scale_ = kernels.scale_
-        if paths.under(objective).on("loss_kernel"):
+        if own is None and paths.under(objective).on("loss_kernel"):
             in_place = kernel_row_loss(labelled, objective.loss_kind, objective.temperature, group, kernels)
-        if paths.under(objective).on("draft_head_fp8"):
+        if own is None and paths.under(objective).on("draft_head_fp8"):
             fp8 = kernels
         elif in_place is not None and paths.on("product_epilogues"):
             epilogue = (kernels, objective.temperature)

@@ -26,8 +26,9 @@ def unserved(config: BlockConfig, raw: dict[str, Any] | None = None) -> dict[str
 
     vLLM honours `causal`, SGLang (models/dflash.py) only a top-level `is_causal`. Without it SGLang, and TensorRT-LLM
     (models/modeling_dflash.py) always, derive the mask from `layer_types`: a slot sees its complete block in full
-    attention, and only earlier slots under a window. TensorRT-LLM raises for a causal DSpark draft. Markov heads: vLLM
-    and TensorRT-LLM implement the vanilla one, SGLang all three.
+    attention, and only earlier slots under a window; so does vLLM without `causal`, which a draft of both therefore
+    leaves out. TensorRT-LLM raises for a causal DSpark draft. Markov heads: vLLM and TensorRT-LLM implement the vanilla
+    one, SGLang all three.
 
     Args:
         raw: the folder's config.json; None for the one written here.
@@ -42,7 +43,7 @@ def unserved(config: BlockConfig, raw: dict[str, Any] | None = None) -> dict[str
     if not config.causal and window:
         seen = "with a window its slots see only earlier slots, but this draft was trained on the complete block"
         found |= {"sglang": seen, "trtllm": seen}
-    elif window and raw is not None and set(raw.get("layer_types") or ()) != {"sliding_attention"}:
+    elif window and raw is not None and "sliding_attention" not in (raw.get("layer_types") or ()):
         seen = "it finds the window of a layer in layer_types, which has none (tools/check_export.py --fix writes it)"
         found |= {"sglang": seen, "trtllm": seen}
     if config.causal and config.has_markov_head:
@@ -55,18 +56,21 @@ def unserved(config: BlockConfig, raw: dict[str, Any] | None = None) -> dict[str
 
 def _kind_keys(config: BlockConfig) -> dict[str, Any]:
     ids, window = list(config.capture_layer_ids), config.sliding_window
-    inside = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids, "causal": config.causal}
+    mixed = bool(config.full_attention_layers)
+    inside = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids}
+    if not (mixed and config.causal):  # the key is about all layers
+        inside |= {"causal": config.causal}
     if window is not None:
         inside |= {"use_swa": True, "swa_window_size": window}
-    kind = "full_attention" if window is None else "sliding_attention"
+    layers = [config.mask_of(i)[1] for i in range(config.num_hidden_layers)]
     keys: dict[str, Any] = {
         "block_size": config.block_size,
         "num_target_layers": config.num_target_layers,
-        "layer_types": [kind] * config.num_hidden_layers,
+        "layer_types": ["full_attention" if found is None else "sliding_attention" for found in layers],
         "use_sliding_window": window is not None,
         **({} if window is None else {"sliding_window": window}),
         "dflash_config": inside,
-        **({"is_causal": True} if config.causal else {}),  # the only key of it that SGLang reads
+        **({"is_causal": True} if config.causal and not mixed else {}),  # the only key of it that SGLang reads
     }
     if config.has_markov_head:
         keys |= {

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from megatron_spec.config import MedusaConfig, QuantConfig
+from megatron_spec.config import DraftConfig, MedusaConfig, QuantConfig, UserError
+from megatron_spec.drafts.own import check_tensors, own_class
 from megatron_spec.export import eagle, medusa
-from megatron_spec.export.common import BaseLike
+from megatron_spec.export.common import BaseLike, VerificationError
 from megatron_spec.runtime.distributed import World
 
 
@@ -21,6 +22,15 @@ def export_draft(
 
     Arguments, options and errors as in `export.eagle.export_draft`; Medusa has no `features` and `export_embeddings`.
     """
-    if isinstance(draft.config, MedusaConfig):
-        return medusa.export_draft(draft, base, out_dir, quant, world, **options)
-    return eagle.export_draft(draft, base, out_dir, quant, world, **options)
+    check_tensors(draft, "be exported")
+    export = medusa.export_draft if isinstance(draft.config, MedusaConfig) else eagle.export_draft
+    try:
+        return export(draft, base, out_dir, quant, world, **options)
+    except VerificationError as e:
+        if own_class(draft) is None:
+            raise
+        config: DraftConfig = draft.config  # type: ignore[assignment]
+        raise UserError(
+            f"{type(draft).__name__} cannot be exported: it computes something else than {config.algorithm}, which "
+            f"engines would run with its weights ({e})"
+        ) from None

@@ -20,6 +20,7 @@ from megatron_spec.config import LOCAL, BaseConfig, BaseLayers, QuantConfig, Qua
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
+from megatron_spec.drafts.own import check_tensors
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export.common import shard
 from megatron_spec.export.formats import Reading, read_draft
@@ -144,10 +145,18 @@ def _is_target(reading: Reading, stored: str, name: str, reference: BaseReferenc
     return True
 
 
-def load_draft(reading: Reading, world: World, dtype: torch.dtype = torch.float32, paths: Paths | None = None) -> Draft:
-    """Build a draft with the weights of a folder; fp8 linears round their inputs as engines do."""
+def load_draft(
+    reading: Reading, world: World, dtype: torch.dtype = torch.float32, paths: Paths | None = None,
+    draft_class: type[Draft] | None = None,
+) -> Draft:  # fmt: skip
+    """Build a draft with the weights of a folder; fp8 linears round their inputs as engines do.
+
+    Args:
+        paths, draft_class: see `build_draft`; the class must have the tensors of the folder, and no others.
+    """
     tensors = StoredTensors(reading)
-    draft: Draft = build_draft(reading.config, tensors.vocab, world, dtype, paths)
+    draft: Draft = build_draft(reading.config, tensors.vocab, world, dtype, paths, draft_class)
+    check_tensors(draft, "start from a published draft")
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
             whole = tensors.parameter(name, parameter.dtype)

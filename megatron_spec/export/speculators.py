@@ -34,7 +34,8 @@ def check(config: DraftConfig, fp8: bool) -> None:
     """Raise UserError for a draft that this format cannot hold."""
     if not config.reads_captures:
         raise UserError(
-            f"--export-format speculators: this format holds EAGLE-3 drafts, the draft is {config.algorithm}"
+            f"--export-format speculators: only EAGLE-3 drafts are written in this format, the draft is "
+            f"{config.algorithm}: use hf"
         )
     if getattr(config, "parallel_drafting", False):
         raise UserError("--export-format speculators: drafts that propose in parallel (P-EAGLE) are written only as hf")

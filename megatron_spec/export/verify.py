@@ -348,12 +348,12 @@ class _BlockInputs:
         context_SBH = draft.context(self.captures_SBC)
         rotation = draft.rotation(self.positions_BS.t(), context_SBH)
         after = self.positions_BS.new_tensor([len(context_SBH)])
-        layout = BlockLayout(after * 0, after, draft.config.causal, draft.config.sliding_window)
+        layout = BlockLayout(after * 0, after)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Attention of slots that see the complete micro-batch."""
             keys, values = draft.decoder_layers[layer].self_attn.keys_values(context_SBH, rotation)
-            return block_attention(q, k, v, keys[:, 0], values[:, 0], layout)
+            return block_attention(q, k, v, keys[:, 0], values[:, 0], layout.masked(*draft.config.mask_of(layer)))
 
         states = draft.run_layers(self.state_PCH, draft.block_rotation(after, self.state_PCH), attention)[0]
         if not isinstance(draft, DSparkDraft):

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_spec.config import LossKind
+from megatron_spec.config import LossKind, UserError
 from megatron_spec.losses.reference import HYBRID_ETA
 from megatron_spec.ops.fp8 import Fp8Matrix
 
@@ -42,6 +43,11 @@ class Teacher:
     in_vocab_U: Tensor
     first: int = 0
     columns: int = 0
+
+
+OwnLoss = Callable[[Tensor, Tensor], Tensor]
+"""A loss in the form of `reference.py`: (log p of the teacher [R, D], log q of the draft [R, D]) -> [R], over the whole
+draft vocabulary and differentiable in the second. Rows come in chunks, so each has to be computed from itself alone."""
 
 
 @dataclass
@@ -145,23 +151,59 @@ def row_losses(
     draft_RD: Tensor,
     teacher: Teacher,
     rows_R: Tensor,
-    kind: LossKind,
+    kind: LossKind | OwnLoss,
     temperature: float,
     group: dist.ProcessGroup | None,
 ) -> RowLosses:
     """Losses of R rows against rows `rows_R` of the teacher.
 
     Args:
+        kind: a loss of this file, or one of the caller's, whose rows are gathered over ranks.
         draft_RD: fp32 (or fp64) draft logits of this rank's shard; the buffer is overwritten.
     """
     argmax_R, logq_RD, logp_RD = log_probabilities(draft_RD, teacher, rows_R, temperature, group)
     p_RD, q_RD = logp_RD.exp(), logq_RD.exp()
     overlap_R = p_RD.minimum(q_RD).sum(-1)
     column_R = teacher.label_U[rows_R] - teacher.first
-    loss_R, grad_RD = _KINDS[kind](logp_RD, logq_RD, p_RD, q_RD, overlap_R, column_R, group)
+    if callable(kind):
+        loss_R, grad_RD = _own_loss(kind, logp_RD, logq_RD, q_RD, teacher, group)
+        reduce_together(group, overlap_R)
+    else:
+        loss_R, grad_RD = _KINDS[kind](logp_RD, logq_RD, p_RD, q_RD, overlap_R, column_R, group)
     if temperature != 1:
         grad_RD.div_(temperature)
     return RowLosses(loss_R, overlap_R, argmax_R, grad_RD)
+
+
+def _own_loss(
+    loss: OwnLoss, logp_RD: Tensor, logq_RD: Tensor, q_RD: Tensor, teacher: Teacher, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """(loss [R], gradient [R, D] of this rank's logits). Raises UserError for a loss of another form."""
+    logp, logq = (_whole(x, teacher, group) for x in (logp_RD, logq_RD))
+    with torch.enable_grad():
+        leaf = logq.detach().requires_grad_()
+        loss_R = loss(logp, leaf)
+        if not isinstance(loss_R, Tensor) or loss_R.shape != leaf.shape[:1] or not loss_R.requires_grad:
+            found = f"shape {list(loss_R.shape)}" if isinstance(loss_R, Tensor) else f"a {type(loss_R).__name__}"
+            raise UserError(
+                f"the draft's own row_loss: found {found}, expected a tensor of shape [{len(leaf)}], one number for "
+                "each row, differentiable in the draft's log-probabilities (the second argument)"
+            )
+        (grad_RV,) = torch.autograd.grad(loss_R.sum(), leaf)
+    mine = grad_RV[:, teacher.first : teacher.first + q_RD.shape[-1]]
+    return loss_R.detach(), mine - q_RD * grad_RV.sum(-1, keepdim=True)
+
+
+def _whole(x_RD: Tensor, teacher: Teacher, group: dist.ProcessGroup | None) -> Tensor:
+    """[R, draft vocabulary] the columns of all ranks."""
+    if group is None or group.size() == 1:
+        return x_RD
+    end = torch.tensor(teacher.first + x_RD.shape[-1], device=x_RD.device)
+    dist.all_reduce(end, op=dist.ReduceOp.MAX, group=group)
+    mine = F.pad(x_RD, (0, teacher.columns - x_RD.shape[-1]))
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts, -1)[:, : int(end)]
 
 
 Largest = tuple[Tensor, Tensor, Tensor]

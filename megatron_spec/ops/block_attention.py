@@ -12,7 +12,7 @@ D head size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,10 @@ class BlockLayout:
     anchor_P: Tensor
     causal: bool = False
     window: int | None = None
+
+    def masked(self, causal: bool, window: int | None) -> BlockLayout:
+        """The same blocks under the mask of another layer."""
+        return replace(self, causal=causal, window=window)
 
     def sees_context(self, part: slice, slots: int, first: int, end: int) -> Tensor:
         """bool [p, C, end - first]: the context rows that each slot of blocks `part` sees."""

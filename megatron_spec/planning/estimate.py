@@ -124,7 +124,8 @@ class Place:
         ttt_steps: draft steps per row, `draft_passes`.
         world_size: number of processes.
         layers: number of base layers in the rank's stage.
-        offline: features come from disk.
+        offline: only the ends of the base are loaded.
+        stored: features come from disk.
         anchors: most blocks of a sequence, of block drafts.
     """
 
@@ -140,6 +141,7 @@ class Place:
     paths: Paths | None = None
     """Default: the paths that an H100 can run."""
     anchors: int = 512
+    stored: bool = False
 
     @property
     def pp(self) -> int:
@@ -158,7 +160,7 @@ class Place:
     @property
     def features_ahead(self) -> int:
         """Number of micro-batches computed at once (`features.ahead.default_ahead`)."""
-        return self.train.features_ahead or (4 if self.pp > 1 or self.offline else 1)
+        return self.train.features_ahead or (4 if self.pp > 1 or self.offline or self.stored else 1)
 
 
 def _block_activation_bytes(place: Place, draft: BlockConfig, rows: float, width: int) -> float:
@@ -218,7 +220,7 @@ def memory(place: Place) -> dict[str, float]:
     spread = rows / (tp if parallel.sequence_parallel else 1)
     captures = len(place.draft.capture_layer_ids) + 1
     held = place.features_ahead + 1
-    if place.pp > 1 and not place.offline:
+    if place.pp > 1 and not (place.offline or place.stored):
         held += 3  # inputs that wait for this stage, and outputs that are being sent
     D, paths = place.draft.draft_vocab_size, place.fast_paths
     # This package keeps the weights in fp8 alone, Transformer Engine beside those in high precision.

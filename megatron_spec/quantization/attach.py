@@ -87,7 +87,8 @@ def draft_linears(draft: nn.Module) -> dict[str, nn.Module]:
     """Linears of a draft that may hold quantisers, by name."""
     table = draft_tensors(draft.config)  # type: ignore[arg-type]
     found = {n: m for n, m in draft.named_modules() if hasattr(m, "input_quantizer") and hasattr(m, "weight_quantizer")}
-    return {n: m for n, m in found.items() if table[f"{n}.weight"].linear}
+    # a linear outside the table is in a class of the user's
+    return {n: m for n, m in found.items() if f"{n}.weight" not in table or table[f"{n}.weight"].linear}
 
 
 def quantised_linears(draft: nn.Module) -> dict[str, Any]:

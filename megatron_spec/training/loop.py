@@ -17,11 +17,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_spec.config import TrainConfig, UserError
+from megatron_spec.config import TrainConfig
 from megatron_spec.data.loader import BatchLoader
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.base import FeatureSource
-from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.platform import to_device
 from megatron_spec.training.metrics import name_metrics
 from megatron_spec.training.step import StepResult, Trainer
@@ -135,6 +134,9 @@ def train(
     last = position.begun_at + train.train_iters
     progress, rate = Progress(last, position.iteration), Rate()
     first, left, size = position.consumed_samples, last - position.iteration, train.global_batch_size
+    if left <= 0 and trainer.world.rank == 0:
+        beyond = f", beyond the {train.train_iters} of --train-iters" if left < 0 else ""
+        log.warning("nothing is trained: this run has done %d steps%s", position.done, beyond)
     steps = (loader.step(first + i * size) for i in range(left))
     with (
         StopSignal() as stop,
@@ -185,15 +187,3 @@ def _report(
     tracker.write(metrics)
     if position.iteration % train.log_interval == 0 or position.done == train.train_iters:
         log.info(progress.line(metrics))
-
-
-def check_world(world: World, train: TrainConfig) -> None:
-    """Raise UserError when the global batch does not fill every rank equally."""
-    unit = train.micro_batch_size * world.dp_size * world.pp_size
-    if train.global_batch_size % unit:
-        raise UserError(
-            f"--global-batch-size {train.global_batch_size} must be a multiple of micro-batch size "
-            f"{train.micro_batch_size} x data parallel {world.dp_size} x pipeline parallel {world.pp_size} = {unit}, "
-            "so that every rank "
-            "trains the draft on as many micro-batches as the others"
-        )

@@ -16,7 +16,7 @@ import megatron_spec
 from megatron_spec.checkpoint.spec import read_spec, resolve
 from megatron_spec.commands.finetune_inputs import resolve as resolve_run
 from megatron_spec.commands.runs import FinetuneRun
-from megatron_spec.config import ObjectiveConfig, TrainConfig, UserError
+from megatron_spec.config import DecodeConfig, ObjectiveConfig, TrainConfig, UserError
 from tests import warm
 from tests.functional_tests.script_helpers import ROOT, environment, make_base, write_conversations
 from tests.worlds import run_world
@@ -60,6 +60,60 @@ def test_training_loop_of_the_docs(tmp_path: Path) -> None:
     found, expected = run_world(1, parameters_of, [str(tmp_path / name) for name in ("my_draft", "alone")])[0]
     for name, value in expected.items():
         assert float((found[name] - value).norm() / value.norm()) < 1e-4, name
+
+
+OWN_LAYOUTS = {
+    "tp2sp": "ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)",
+    "pp2": "ParallelConfig(pipeline_model_parallel_size=2)",
+    "dp2": "ParallelConfig()",
+}
+
+
+def test_own_draft_of_the_docs(tmp_path: Path) -> None:
+    """The class as printed, in the training loop of the docs: in one process, and the same draft from every layout."""
+    make_base(tmp_path / "base", num_hidden_layers=8)
+    write_conversations(tmp_path / "train.jsonl", 6)
+    (tmp_path / "mine.py").write_text(example("docs/architecture.md", "Your own draft or loss"))
+    program = "from mine import MyDraft\n" + example("docs/scale.md", "A training loop of your own")
+    assert program.count("convert(base, ") == 1
+    program = program.replace("convert(base, ", "convert(base, draft_class=MyDraft, drafts=")
+    layout = next(line for line in program.splitlines() if line.startswith("LAYOUT = "))
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    for name, text in {"alone": "ParallelConfig()", **OWN_LAYOUTS}.items():
+        given = program.replace(layout, f"LAYOUT = {text}").replace('"my_draft"', f'"{name}"')
+        (tmp_path / f"{name}.py").write_text(given)
+        processes = 0 if name == "alone" else 2
+        done = warm.run_script(str(tmp_path / f"{name}.py"), [], processes, environment(**path), tmp_path, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    names = ("alone", *OWN_LAYOUTS)
+    expected, *others = run_world(1, own_parameters, str(tmp_path), names)[0]
+    assert expected["midlayer.mlp.up.weight"].std() > 0.01
+    for name, found in zip(names[1:], others, strict=True):
+        for key, value in expected.items():
+            assert float((found[key] - value).norm() / value.norm()) < 1e-4, (name, key)
+
+
+def own_parameters(root: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Of the drafts that the programs saved. Without the class they are refused, and so is an export."""
+    from tests.tiny import make_batch
+
+    sys.path.insert(0, root)
+    from mine import MyDraft
+
+    found = []
+    for name in names:
+        with pytest.raises(UserError, match=r"has a draft of a class of yours, mine:MyDraft, .* draft_class=\.\.\."):
+            megatron_spec.load(f"{root}/{name}")
+        model = megatron_spec.load(f"{root}/{name}", draft_class=MyDraft)
+        found.append({key: p.detach().clone() for key, p in model.draft.named_parameters()})
+    with pytest.raises(UserError, match=r"MyDraft cannot be exported: .* \(more: midlayer.mlp.down.weight, .* fewer: "):
+        megatron_spec.export_draft(model, f"{root}/out")
+    few = DecodeConfig(max_draft_len=2, max_new_tokens=4)
+    assert len(megatron_spec.decode(model, [[5, 6, 7]], few)[0].tokens) == 4
+    assert megatron_spec.quantize(model, [make_batch(2, 24, seed=0)])
+    with pytest.raises(UserError, match=r"the base is fake-quantised, by quantize\(\) of another model around it"):
+        megatron_spec.convert(model.base, [("eagle3", {})])
+    return found
 
 
 def test_batches_are_moved_to_the_device() -> None:

@@ -182,7 +182,8 @@ def test_impossible_evaluations_are_refused(here: Path) -> None:
 
 
 def test_more_tokens_than_a_draft_proposes_are_refused_before_training() -> None:
-    from megatron_spec.commands import evaluate
+    from megatron_spec.commands.checks import check_training
+    from megatron_spec.commands.runs import EvalRequest, FinetuneRun
     from megatron_spec.config import presets
 
     base = llama()
@@ -190,6 +191,7 @@ def test_more_tokens_than_a_draft_proposes_are_refused_before_training() -> None
     deep = presets.eagle_config(base, "p-eagle", {"mask_token_id": 3})
     for draft, given in ((block, ObjectiveConfig()), (deep, ObjectiveConfig(ttt_steps=3))):
         objective = presets.objective_for(draft, given)
-        evaluate.check(evaluate.EvalRequest(__file__, 2, max_draft_len=3), ParallelConfig(), draft, objective)
+        runs = {n: FinetuneRun(load="", evaluation=EvalRequest("f", 2, max_draft_len=n), dry_run=True) for n in (3, 4)}
+        check_training(runs[3], base, draft, None, objective, 64)
         with pytest.raises(UserError, match="--eval-draft-len 4"):
-            evaluate.check(evaluate.EvalRequest(__file__, 2, max_draft_len=4), ParallelConfig(), draft, objective)
+            check_training(runs[4], base, draft, None, objective, 64)

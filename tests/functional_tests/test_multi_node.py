@@ -154,6 +154,21 @@ def submit(script: str, tmp_path: Path, *flags: str, **more: str) -> subprocess.
     return subprocess.run(["bash", str(spool), *flags], cwd=tmp_path, env=env, capture_output=True, text=True)
 
 
+def test_a_job_that_is_stopped_before_its_first_checkpoint_is_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program stands for one that still loads: the job gets its signal, and so does the program, which ends."""
+    program = """#!/usr/bin/env bash
+kill -USR1 "$(ps -o ppid= -p $PPID | tr -d ' ')"
+exit 138
+"""
+    monkeypatch.setitem(globals(), "PYTHON", program)
+    job = submit("finetune", tmp_path, REQUEUED=f"{tmp_path}/requeued", CONTAINER="")
+    assert job.returncode == 0, job.stderr
+    assert "stopped by a signal at iteration 0: queued again" in job.stdout
+    assert (tmp_path / "requeued").read_text().split() == ["7"]
+
+
 @pytest.mark.parametrize("script", sorted(p.stem for p in SLURM.glob("*.sbatch") if p.stem != "server_generate"))
 def test_scripts_run_from_any_folder_through_the_container(script: str, tmp_path: Path) -> None:
     array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MAX": "3"}

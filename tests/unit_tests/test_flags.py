@@ -16,7 +16,7 @@ import pytest
 from megatron_spec import cli
 from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, recorded_objective
 from megatron_spec.commands import runs
-from megatron_spec.commands.data import check_base_shapes
+from megatron_spec.commands.checks import check_base_shapes
 from megatron_spec.config import (
     Config,
     DecodeConfig,

@@ -1,4 +1,4 @@
-"""Values of rope_scaling that are no numbers, wherever they come from."""
+"""Values of rope_scaling that are no numbers, wherever they come from; fields that contradict one another."""
 
 from __future__ import annotations
 
@@ -61,3 +61,29 @@ def test_zero_counts_as_absent_where_files_have_it() -> None:
     zeros = {"mscale": 0, "mscale_all_dim": 0, "beta_fast": 0}
     absent = {key: value for key, value in YARN.items() if key not in zeros}
     assert read_rope({"rope_scaling": {**YARN, **zeros}}, "") == read_rope({"rope_scaling": absent}, "")
+
+
+def linear(factor: float, **more: float) -> dict[str, Any]:
+    return {"rope_type": "linear", "factor": factor, **more}
+
+
+@pytest.mark.parametrize(
+    ("raw", "ignored"),
+    [
+        ({"rope_scaling": linear(2.0), "rope_parameters": linear(4.0, rope_theta=5e5)}, "'factor': 4.0"),
+        ({"rope_scaling": linear(2.0), "rope_parameters": linear(4.0), "rope_theta": 7e5}, "'factor': 4.0"),
+        ({"rope_parameters": linear(4.0, rope_theta=5e5), "rope_theta": 7e5}, "'rope_theta': 700000.0"),
+        ({"rope_parameters": linear(4.0), "rope_theta": 7e5}, ""),
+    ],
+)
+def test_the_field_that_transformers_reads_is_used(
+    raw: dict[str, Any], ignored: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import LlamaConfig
+
+    expected = LlamaConfig(**raw).rope_parameters
+    found = read_rope(raw, f"config.json of {raw}")  # a warning is given once a place
+    assert (found.type, found.factor, found.theta) == tuple(expected[n] for n in ("rope_type", "factor", "rope_theta"))
+    assert bool(caplog.messages) == bool(ignored) and all(
+        ignored in line.partition(", not ")[2] for line in caplog.messages
+    )

@@ -19,6 +19,9 @@ from megatron_spec.config import (
     require,
 )
 
+DEFAULT_LENGTH = 2048
+"""Longest row in tokens, without --seq-length or stored features."""
+
 
 @dataclass(frozen=True)
 class EvalRequest(Config):
@@ -124,6 +127,15 @@ class FinetuneRun(Parallel, ChatText, MovedBase, DraftModules, ModelRun):
             raise UserError(
                 "--num-nodes, --gpus-per-node and --gpu-memory-gib belong to --dry-run; torchrun starts processes"
             )
+
+    @property
+    def layout_row(self) -> str:
+        """Row of `layouts.ROWS`."""
+        if self.base_fp8:
+            return "base_fp8"
+        if self.offline_data is not None:
+            return "offline"
+        return "finetune" if self.feature_cache is None else "extract"
 
     def check_features(self) -> None:
         """Raise UserError for flags that conflict with the source of the features, also with --dry-run."""

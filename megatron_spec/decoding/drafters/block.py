@@ -61,15 +61,14 @@ class BlockDrafter(Drafter):
             keys, values = layer.self_attn.keys_values(context_SBH, rotation)
             view.write(i, keys, values, places)
 
-    def _visible(self, anchor_B: Tensor, length: int) -> Tensor:
-        """bool [B, C, L]: the cache slots that each slot of the blocks sees."""
-        config, slot_C = self.config, torch.arange(self.config.block_size, device=anchor_B.device)
-        place_BC = anchor_B[:, None] + slot_C
-        last_BC = place_BC if config.causal else place_BC[:, -1:].expand_as(place_BC)
+    def _visible(self, anchor_B: Tensor, length: int, causal: bool, window: int | None) -> Tensor:
+        """bool [B, C, L]: the cache slots that each slot of the blocks sees in layers of one mask."""
+        place_BC = anchor_B[:, None] + torch.arange(self.config.block_size, device=anchor_B.device)
+        last_BC = place_BC if causal else place_BC[:, -1:].expand_as(place_BC)
         rows_L = torch.arange(length, device=anchor_B.device)
         seen = rows_L <= last_BC[:, :, None]
-        if config.sliding_window is not None:
-            seen = seen & (rows_L > place_BC[:, :, None] - config.sliding_window)
+        if window is not None:
+            seen = seen & (rows_L > place_BC[:, :, None] - window)
         return seen
 
     def _states(self, context: Context) -> tuple[Tensor, Tensor]:
@@ -80,11 +79,15 @@ class BlockDrafter(Drafter):
         length = context.key_slots + self.config.block_size
         view = cache_rows.rows_view(self.cache, 0, len(token_B))
         slots_BC = anchor_B[:, None] + torch.arange(self.config.block_size, device=anchor_B.device)
-        visibility = Visibility.cached(view, slots_BC, self._visible(anchor_B, length), length)
+        masks = [self.config.mask_of(i) for i in range(self.config.num_hidden_layers)]
+        seen = {
+            mask: Visibility.cached(view, slots_BC, self._visible(anchor_B, length, *mask), length)
+            for mask in dict.fromkeys(masks)
+        }
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Attention of the block's slots over the cache."""
-            found = attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), visibility, layer)
+            found = attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), seen[masks[layer]], layer)
             return in_one(found.transpose(0, 1))
 
         rotation = self.draft.block_rotation(anchor_B, state_BCH)

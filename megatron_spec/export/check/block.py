@@ -113,13 +113,16 @@ def speculators_served(folder: Folder) -> Iterator[Finding]:
     config, raw = _draft(folder), folder.config
     if config is None:
         return
-    windowed = config.sliding_window is not None
-    computed = windowed if config.has_markov_head else not raw.get("sliding_window_non_causal", True)
-    if computed != config.causal:
+    masks = [config.mask_of(i) for i in range(config.num_hidden_layers)]
+    told = not raw.get("sliding_window_non_causal", True)
+    computed = [window is not None if config.has_markov_head else told for _, window in masks]
+    other = [i for i, (causal, _) in enumerate(masks) if causal != computed[i]]
+    if other:
         seen = {True: "the earlier slots alone", False: "the complete block"}
         yield Finding(
-            "causal", f"in this form vLLM lets a slot see {seen[computed]}, but the draft was trained on "
-            f"{seen[config.causal]}", "rewrite the folder with tools/check_export.py --fix", ("vllm",),
+            "causal", f"in this form vLLM lets a slot see {seen[computed[other[0]]]} in layers {other}, but the draft "
+            f"was trained on {seen[masks[other[0]][0]]}", "rewrite the folder with tools/check_export.py --fix",
+            ("vllm",),
         )  # fmt: skip
 
 

@@ -25,6 +25,8 @@ _REASONS = {
     "bias": "biases are not supported in a block draft",
 }
 
+_FAMILY = ("DFlash", "DSpark", "Domino")
+"""Parts of the names of block drafts."""
 _OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Copies of the target's in files of speculators."""
 _IN_BLOCK = {"block_size", "num_target_layers"}
@@ -45,11 +47,19 @@ class Block:
     """Reader of DFlash and DSpark: one stack of Qwen3 layers over a context of captures."""
 
     def matches(self, source: Source) -> bool:
-        """By `architectures`, or `speculators_model_type`."""
-        return algorithm_of(source.raw) is not None
+        """By `architectures`, or `speculators_model_type`; also block drafts that are refused."""
+        return algorithm_of(source.raw) is not None or (
+            "speculators_model_type" not in source.raw and any(part in source.architectures for part in _FAMILY)
+        )
 
     def read(self, source: Source, base: BaseConfig | None) -> Reading:
         """See `Format`."""
+        if algorithm_of(source.raw) is None:
+            raise UserError(
+                f"{source.folder}: found architectures {source.raw['architectures']} with model_type "
+                f"{source.raw.get('model_type')!r}, a block draft of a kind that is not supported: expected DFlash "
+                "(DFlashDraftModel) or DSpark (Qwen3DSparkModel, or DSparkDraftModel with model_type 'qwen3')"
+            )
         if not isinstance(source.raw.get("dflash_config") or {}, dict):
             found = f"dflash_config is {source.raw['dflash_config']!r}"
             raise source.problem("config", found, "expected an object")
@@ -100,6 +110,8 @@ def config_of(raw: dict[str, Any]) -> BlockConfig:
             raise UserError(f"{key} is {given[0]} at the top level and {given[1]} in dflash_config")
         values[field] = given[0]
     causal, window = _attention(raw, inside)
+    if full := _full_layers(raw):
+        values["full_attention_layers"] = full
     rope = read_rope(raw, "config.json").to_dict()
     values |= {"rope": rope, "causal": causal, "sliding_window": window}
     if values["algorithm"] == "dspark":
@@ -118,6 +130,16 @@ def _attention(raw: dict[str, Any], inside: dict[str, Any]) -> tuple[bool, int |
     return bool(causal), inside.get("swa_window_size", raw.get("sliding_window"))
 
 
+def _full_layers(raw: dict[str, Any]) -> list[int]:
+    """Layers of full attention beside sliding ones. Raises UserError unless there is one type for each layer."""
+    types = raw.get("layer_types") or []
+    if len(set(types)) < 2:
+        return []
+    if len(types) != raw.get("num_hidden_layers"):
+        raise UserError(f"layer_types has {len(types)} entries for {raw.get('num_hidden_layers')} layers")
+    return [i for i, kind in enumerate(types) if kind == "full_attention"]
+
+
 def _options(raw: dict[str, Any]) -> list[Problem]:
     """Options in a config.json that this package does not support."""
     inside, kind = dict(raw.get("dflash_config") or {}), algorithm_of(raw)
@@ -132,7 +154,8 @@ def _options(raw: dict[str, Any]) -> list[Problem]:
             "target_hidden_size", raw.get("hidden_size")
         )
         != raw.get("hidden_size"),
-        "sliding and full attention in one draft": len(set(raw.get("layer_types") or ())) > 1,
+        "full attention to earlier slots alone beside sliding attention": len(set(raw.get("layer_types") or ())) > 1
+        and True in (raw.get("is_causal"), inside.get("causal")),
         "a window without its size": _attention(raw, inside)[1] is None
         and ("sliding_attention" in (raw.get("layer_types") or ()) or bool(inside.get("use_swa"))),
         f"sliding_window {raw.get('sliding_window')} and swa_window_size {inside.get('swa_window_size')}, of which "

@@ -71,7 +71,7 @@ def _from_speculators(raw: dict[str, Any], base_layers: int | None) -> dict[str,
         )
     ids = [k - 1 for k in states]
     flat |= {"architectures": ARCHITECTURES[kind], "target_layer_ids": ids}
-    flat["dflash_config"] = {"causal": _causal(flat)}
+    flat["dflash_config"] = {} if _causal(flat) else {"causal": False}  # by default, layers with a window are causal
     flat.setdefault("num_target_layers", max(ids) + 1 if base_layers is None else base_layers)
     return {key: value for key, value in flat.items() if key not in _ONLY_THERE}
 

@@ -157,6 +157,17 @@ def _has_te() -> bool:
     return bool(HAVE_TE) and torch.cuda.is_available()
 
 
+@pytest.mark.parametrize("given", ["", "iter_0000007", "iter_0000007/mp_rank_00"])
+def test_older_checkpoints_of_megatron(tmp_path: Path, given: str) -> None:
+    """They are pickles. The error says how to convert them, whichever folder is given."""
+    part = tmp_path / "iter_0000007" / "mp_rank_00"
+    part.mkdir(parents=True)
+    (part / "model_optim_rng.pt").write_bytes(b"")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(UserError, match=r"older format \(--ckpt-format torch\).* --ckpt-convert-format torch_dist"):
+        inspect_base(tmp_path / given)
+
+
 def _gpt(layers: str, tied: bool, world: World) -> Any:
     """A random GPTModel as a user builds it, without this package."""
     from megatron.core.models.gpt import GPTModel

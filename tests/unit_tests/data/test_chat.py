@@ -74,8 +74,9 @@ def test_golden_mask_of_one_short_conversation():
 @pytest.mark.parametrize("messages", [ONE, TWO, SYSTEM, TWO[1:], [*ONE, ONE[1]], QUOTES_END, THINK])
 def test_generation_marks_and_incremental_rendering_agree(messages):
     tokenizer = make_tokenizer(chats.CHATML_MARKED)
-    marked, plain = ChatEncoder(tokenizer), ChatEncoder(tokenizer, use_generation_marks=False)
-    assert marked.uses_marks and not plain.uses_marks
+    marked, plain = ChatEncoder(tokenizer), ChatEncoder(tokenizer)
+    assert marked.uses_marks
+    plain.uses_marks = False
     conversation = Conversation(messages, "here")
     one, other = marked.encode(conversation), plain.encode(conversation)
     assert one.turns.tolist() == other.turns.tolist() and one.tokens.tolist() == other.tokens.tolist()
@@ -184,8 +185,6 @@ def test_byte_order_mark_and_trailing_lines(tmp_path):
 def test_unusable_tokenizers_and_templates_are_refused():
     with pytest.raises(UserError, match=r"no chat template"):
         ChatEncoder(make_tokenizer(None))
-    with pytest.raises(UserError, match=r"no {% generation %} marks"):
-        ChatEncoder(make_tokenizer(chats.CHATML), use_generation_marks=True)
     with pytest.raises(UserError, match=r"here: the chat template refuses .*alternate"):
         encode(chats.BRACKETS, SYSTEM)
     everything = "{% generation %}{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}{% endgeneration %}"

@@ -49,10 +49,10 @@ TALKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def encoder(template: str, marks: bool | None = None) -> ChatEncoder:
+def encoder(template: str) -> ChatEncoder:
     tokenizer = make_tokenizer((HERE / "templates" / f"{template}.jinja").read_text(encoding="utf-8").rstrip("\n"))
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=True) for t in SPECIAL], special_tokens=True)
-    return ChatEncoder(tokenizer, [tokenizer.convert_tokens_to_ids(t) for t in ENDS], marks)
+    return ChatEncoder(tokenizer, [tokenizer.convert_tokens_to_ids(t) for t in ENDS])
 
 
 def shown(found: ChatEncoder, sample: Sample) -> str:
@@ -90,8 +90,9 @@ def test_masks(template: str) -> None:
 
 @pytest.mark.parametrize("name", TALKS)
 def test_marks_and_incremental_rendering_agree(name: str) -> None:
-    marked, plain = encoder("llama3_marked", True), encoder("llama3_marked", False)
+    marked, plain = encoder("llama3_marked"), encoder("llama3_marked")
     talk = parse_conversation(TALKS[name], name)
-    assert marked.uses_marks and not plain.uses_marks
+    assert marked.uses_marks
+    plain.uses_marks = False
     assert shown(marked, marked.encode(talk)) == shown(plain, plain.encode(talk))
     assert shown(marked, marked.encode(talk)) == shown(encoder("llama3"), encoder("llama3").encode(talk))

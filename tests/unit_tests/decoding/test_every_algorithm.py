@@ -22,7 +22,13 @@ from tests.unit_tests.decoding.tiny_models import CONFIG, VOCAB
 
 LENGTH = CONFIG.max_draft_len
 BLOCKS: dict[str, dict[str, Any]] = {
-    "dflash": {"block_size": LENGTH + 1, "sliding_window": 20},
+    "dflash": {
+        "block_size": LENGTH + 1,
+        "sliding_window": 8,
+        "causal": True,
+        "num_hidden_layers": 2,
+        "full_attention_layers": (1,),
+    },
     "dspark": {"block_size": LENGTH, "markov_rank": 8, "markov_head_type": "rnn", "causal": True},
 }
 KINDS = ("eagle1", "eagle3.1", "p-eagle", "eagle-mtp", "medusa", *BLOCKS)

@@ -42,10 +42,10 @@ def block_states(
     S = len(positions_S)
     row = torch.arange(S)
     see_context = (row[None] < anchor[:, None]) & (documents_S[None] == documents_S[anchor][:, None])
-    see_slots = anchor[:, None] == anchor[None]
+    whole = torch.cat([see_context, anchor[:, None] == anchor[None]], 1)
+    mask = whole
     if config.causal:
-        see_slots = see_slots & (slot[None] <= slot[:, None])
-    mask = torch.cat([see_context, see_slots], 1)
+        mask = mask & torch.cat([see_context, slot[None] <= slot[:, None]], 1)
     if config.sliding_window is not None:
         distance = place[:, None] - torch.cat([positions_S, place])[None]
         mask = mask & (distance < config.sliding_window)
@@ -63,7 +63,8 @@ def block_states(
         n = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(n, 1), v.repeat_interleave(n, 1)
         scores = torch.einsum("rhd,thd->hrt", q, k) / math.sqrt(D)
-        shares = scores.masked_fill(~mask, -math.inf).softmax(-1)
+        seen = whole if i in config.full_attention_layers else mask
+        shares = scores.masked_fill(~seen, -math.inf).softmax(-1)
         x = x + torch.einsum("hrt,thd->rhd", shares, v).flatten(1) @ w[a + "o_proj.weight"].t()
         h = norm(x, w[p + "post_attention_layernorm.weight"], eps)
         gate, up = h @ w[p + "mlp.gate_proj.weight"].t(), h @ w[p + "mlp.up_proj.weight"].t()

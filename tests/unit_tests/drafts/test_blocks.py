@@ -86,6 +86,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "whole block": ({}, {}),
     "causal, kl": ({"causal": True}, {"loss": "kl"}),
     "window": ({"sliding_window": 5, "causal": True}, {"loss": "hard_ce"}),
+    "window and full": (
+        {"sliding_window": 5, "causal": True, "num_hidden_layers": 3, "full_attention_layers": (1,)},
+        {},
+    ),
     "few anchors, d-pace": ({"block_size": 5}, {"anchors": 3, "block_weights": "d-pace", "loss": "hard_ce"}),
     "other heads": ({"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4}, {}),
     "dspark": ({"algorithm": "dspark"}, {"block_gamma": 3.0}),
@@ -155,6 +159,9 @@ def test_invalid_input_is_refused() -> None:
         block_config(algorithm="dspark", markov_rank=0)
     with pytest.raises(UserError, match=r"ascending and in 0\.\.7"):
         block_config(capture_layer_ids=(3, 8))
+    for full, window in (((0, 1), 5), ((2,), 5), ((1, 0), 5), ((0,), None)):
+        with pytest.raises(UserError, match=r"full_attention_layers must be some of 0\.\.1"):
+            block_config(num_hidden_layers=2, full_attention_layers=full, sliding_window=window)
     with pytest.raises(UserError, match=r"--ttt-steps 5, but a block of 4 proposes 3"):
         presets.objective_for(block_config(), ObjectiveConfig(ttt_steps=5))
     with pytest.raises(UserError, match="--step-decay, --confidence-weight: no effect on dflash"):

@@ -28,7 +28,11 @@ __all__ = ["alone"]
 CASES: dict[str, tuple[dict[str, Any], torch.dtype, float]] = {
     "dflash": ({}, torch.float64, 1e-11),
     "dspark": ({"algorithm": "dspark"}, torch.float64, 1e-11),
-    "fp32, window": ({"sliding_window": 5, "causal": True, "num_hidden_layers": 3}, torch.float32, 2e-5),
+    "fp32, window": (
+        {"sliding_window": 5, "causal": True, "num_hidden_layers": 3, "full_attention_layers": (2,)},
+        torch.float32,
+        2e-5,
+    ),
     "other heads": ({"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4}, torch.float64, 1e-11),
     "one key/value head": ({"num_key_value_heads": 1, "block_size": 5}, torch.float64, 1e-11),
 }

@@ -19,6 +19,8 @@ from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, Tiny, make, world_of
 
 FP8 = QuantConfig(draft="none", kv_cache="fp8")
+LEFT_BEHIND = ("modeling_evil.py", "source.json", "metadata.json", "progress.txt")
+"""Code, and records of other runs."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,8 @@ def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("base")
     save_tiny(path, num_hidden_layers=8)
     (path / "tokenizer.json").write_text("{}")
-    (path / "modeling_evil.py").write_text("")
+    for name in LEFT_BEHIND:
+        (path / name).write_text("{}")
     return path
 
 
@@ -49,7 +52,7 @@ def test_fp32_export_is_the_original(base_folder: Path, tmp_path: Path, caplog: 
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == expected.keys() and len(set(index["weight_map"].values())) > 2
-    assert (out / "tokenizer.json").is_file() and not (out / "modeling_evil.py").exists()
+    assert (out / "tokenizer.json").is_file() and not [name for name in LEFT_BEHIND if (out / name).exists()]
     assert (out / "generation_config.json").is_file() and not caplog.messages
     LlamaForCausalLM.from_pretrained(out)
 

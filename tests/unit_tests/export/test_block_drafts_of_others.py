@@ -29,6 +29,8 @@ KINDS: dict[str, tuple[str, Json]] = {
     "dflash": ("dflash", SHAPE),
     "dflash, window": ("dflash", {**SHAPE, "sliding_window": 5, "causal": True}),
     "dflash, open window": ("dflash", {**SHAPE, "sliding_window": 5}),
+    "mixed": ("dflash", {**SHAPE, "sliding_window": 3, "causal": True, "full_attention_layers": (1,)}),
+    "mixed, open": ("dflash", {**SHAPE, "sliding_window": 5, "full_attention_layers": (0,)}),
     "dspark": ("dspark", SHAPE),
     "dspark, plain confidence": ("dspark", {**SHAPE, "confidence_reads_markov": False}),
     "gated": ("dspark", {**SHAPE, "markov_head_type": "gated"}),
@@ -56,7 +58,7 @@ def of_speculators(c: Json, t: Tensors, **more: Any) -> tuple[Json, Tensors]:
         "auto_map": {"": "config.SpeculatorConfig"}, "aux_hidden_state_layer_ids": [j + 1 for j in IDS],
         "block_size": BLOCK, "draft_vocab_size": c["vocab_size"], "dtype": "float32", "mask_token_id": MASK,
         "sample_from_anchor": kind == "dspark", "speculators_model_type": kind, "speculators_version": "0.9.0",
-        "sliding_window_non_causal": bool(c.get("sliding_window")) and not c["dflash_config"]["causal"],
+        "sliding_window_non_causal": bool(c.get("sliding_window")) and not c["dflash_config"].get("causal", True),
         "speculators_config": {
             "algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": [proposal],
             "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "base"},
@@ -98,6 +100,9 @@ READ: dict[str, tuple[str, Change]] = {
     "speculators, dflash": ("dflash", of_speculators),
     "speculators, window": ("dflash, window", of_speculators),
     "speculators, open window": ("dflash, open window", of_speculators),
+    "speculators, mixed": ("mixed", of_speculators),
+    "speculators, mixed, open": ("mixed, open", of_speculators),
+    "z-lab, mixed": ("mixed", lambda c, t: ({**c, "dflash_config": drop(c["dflash_config"], "use_swa")}, t)),
     "speculators, dspark": ("dspark", of_speculators),
     "speculators, other confidence": ("dspark, plain confidence", of_speculators),
     "speculators, gated": ("gated", of_speculators),
@@ -127,7 +132,15 @@ def test_drafts_of_others_load_unchanged(home: Home, tmp_path: Path, name: str) 
     folder = write(tmp_path / "d", *change(*ours(home, kind)))
     read = load_draft(open_draft(folder, home.reference), home.world)
     same(read, home.drafts[kind])
-    for field in ("causal", "sliding_window", "capture_layer_ids", "block_size", "mask_token_id", "rope"):
+    for field in (
+        "causal",
+        "sliding_window",
+        "full_attention_layers",
+        "capture_layer_ids",
+        "block_size",
+        "mask_token_id",
+        "rope",
+    ):
         assert getattr(read.config, field) == getattr(home.drafts[kind].config, field), field
     rewrite(folder, home.reference, tmp_path / "fixed")
     again: Any = load_draft(open_draft(tmp_path / "fixed", home.reference), home.world)
@@ -185,6 +198,12 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "a window of unknown direction": (
         "dflash, window", lambda c, t: of_speculators(c, t, sliding_window_non_causal=None), "write true or false"
     ),
+    "full layers of earlier slots": (
+        "mixed", lambda c, t: ({**c, "is_causal": True}, t), "found full attention to earlier slots alone"
+    ),
+    "a type too few": (
+        "mixed", lambda c, t: ({**c, "num_hidden_layers": 3}, t), "layer_types has 2 entries for 3"
+    ),
     "a key of another kind": ("dflash", lambda c, t: of_speculators(c, t, conv_kernel_size=2), "conv_kernel_size"),
     "another kind": (
         "dflash", lambda c, t: of_speculators(c, t, speculators_model_type="dflash2"), "'dflash2' is not supported"
@@ -197,8 +216,10 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "dspark", lambda c, t: ({**of_specforge(c, t)[0], "markov_rank": 2}, t), "markov_rank is 2 at the top level"
     ),
     "a head of a DeepSeek base": (
-        "dspark", lambda c, t: ({**of_specforge(c, t)[0], "model_type": "deepseek_v4"}, t), "in a draft of this kind"
+        "dspark", lambda c, t: ({**of_specforge(c, t)[0], "model_type": "deepseek_v4"}, t),
+        r"\['DSparkDraftModel'\] with model_type 'deepseek_v4', a block draft of a kind that is not supported",
     ),
+    "Domino": ("dflash", lambda c, t: ({**c, "architectures": ["DominoDraftModel"]}, t), "of a kind that is not supp"),
 }  # fmt: skip
 
 
@@ -216,6 +237,9 @@ def test_engines_of_the_forms_of_others(home: Home, tmp_path: Path) -> None:
         "speculators, dflash": {"causal": {"vllm"}},
         "speculators, window": {},
         "speculators, open window": {},
+        "speculators, mixed": {"causal": {"vllm"}},
+        "speculators, mixed, open": {},
+        "z-lab, mixed": {},
         "speculators, dspark": {},
         "speculators, gated": {"served": {"vllm"}},
         "specforge": {"form": {"vllm"}},
@@ -229,6 +253,8 @@ def test_engines_of_the_forms_of_others(home: Home, tmp_path: Path) -> None:
         broken = [f for f in check_folder(folder, base=home.base) if f.rule == "form"]
         assert {e for f in broken for e in f.engines} == rules.get("form", set()), name
         assert ("vllm" in exported(folder).unserved) == bool(rules), name
+        if name == "z-lab, mixed":
+            assert not exported(folder).unserved
         if name.startswith("speculators"):
             assert {"sglang", "trtllm"} <= exported(folder).unserved.keys()
     plan = exported(tmp_path / "speculators, dspark", base=home.base)

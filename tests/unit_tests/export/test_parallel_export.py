@@ -21,6 +21,8 @@ from tests.unit_tests.quantization.tiny import OBJECTIVE, Tiny, batch, make, wor
 from tests.worlds import run_world
 
 QUANT = QuantConfig(kv_cache="fp8")
+UNEVEN = 41
+"""Draft vocabulary of which two ranks have unequal shares; the base's, of 83 tokens, is padded."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -34,7 +36,7 @@ PERCENTILE = QuantConfig(calibration="percentile", percentile=98.0)
 
 
 def calibrated(folder: str | Path, quant: QuantConfig = QUANT, **parallel: Any) -> Tiny:
-    tiny = make(folder, world_of(**parallel))
+    tiny = make(folder, world_of(**parallel), UNEVEN)
     if tiny.world.dp_size > 1:  # every data rank reads other samples
         tiny.batches = [[batch(100 * tiny.world.dp_rank + step)] for step in range(2)]
     calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, quant, tiny.world)
@@ -46,12 +48,13 @@ def draft_amax(tiny: Tiny) -> dict[str, float]:
 
 
 def export(tiny: Tiny, out: Path) -> None:
-    export_draft(tiny.draft, tiny.reference, out / "draft", QUANT, tiny.world, ends=tiny.base)
+    options: dict[str, Any] = {"ends": tiny.base, "export_embeddings": True}
+    export_draft(tiny.draft, tiny.reference, out / "draft", QUANT, tiny.world, **options)
     export_base(tiny.base, tiny.reference, out / "base", QUANT, tiny.world)
 
 
 def with_ranges(folder: str, parallel: dict[str, Any], base: dict[str, float], draft: dict[str, float]) -> Tiny:
-    tiny = make(folder, world_of(**parallel))
+    tiny = make(folder, world_of(**parallel), UNEVEN)
     attach_quantizers(tiny.base, QUANT, "base")
     load_base_amax(tiny.base, base)
     attach_quantizers(tiny.draft, QUANT, "draft")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_spec.commands.plan import Cluster, plan, plan_run
+from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec
+from megatron_spec.commands.plan import plan
 from megatron_spec.commands.runs import EvalRequest, FinetuneRun
 from megatron_spec.config import (
     ENGINE,
@@ -18,6 +19,7 @@ from megatron_spec.config import (
     BaseLayers,
     ObjectiveConfig,
     ParallelConfig,
+    QuantConfig,
     TrainConfig,
     UserError,
     presets,
@@ -48,7 +50,10 @@ def folder(tmp_path: Path) -> str:
 def plan_of(folder: str, nodes: int = 64, batch: int = 256, **parallel: int) -> str:
     sizes = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 8, "sequence_parallel": True, **parallel}
     train = TrainConfig(train_iters=10, bf16=True, global_batch_size=batch, use_distributed_optimizer=True)
-    return plan(folder, train, ObjectiveConfig(), ParallelConfig(**sizes), Cluster(num_nodes=nodes), seq_length=8192)
+    run = FinetuneRun(
+        load=folder, train=train, parallel=ParallelConfig(**sizes), num_nodes=nodes, seq_length=8192, dry_run=True
+    )  # fmt: skip
+    return plan(run)
 
 
 def test_405b_on_64_nodes(folder: str) -> None:
@@ -63,7 +68,7 @@ def test_405b_on_64_nodes(folder: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"nodes": 3}, "24 GPUs cannot hold replicas of TP 8 x PP 8 x CP 1"),
+        ({"nodes": 3}, "24 processes cannot hold replicas of TP 8 x PP 8"),
         ({"batch": 100}, "must be a multiple of micro-batch size"),
         ({"expert_model_parallel_size": 2}, "the base has no experts"),
         ({"tensor_model_parallel_size": 7}, "does not divide"),
@@ -123,7 +128,7 @@ def test_work_equals_published_figures() -> None:
 def test_a_draft_from_transformer_engine(folder: str) -> None:
     def planned(**fields: Any) -> str:
         train = TrainConfig(bf16=True, global_batch_size=8)
-        return plan_run(FinetuneRun(load=folder, train=train, dry_run=True, **fields))
+        return plan(FinetuneRun(load=folder, train=train, dry_run=True, **fields))
 
     text = planned(draft_transformer_impl="transformer_engine", draft_fp8_recipe="blockwise")
     assert "draft_fused      off: --draft-transformer-impl transformer_engine builds the draft" in text
@@ -175,8 +180,15 @@ def test_flags_that_the_run_refuses(folder: str) -> None:
     """Sources of features that leave the base's layers, or their fp8, without effect."""
     fp8 = BaseLayers("transformer_engine", fp8_format="e4m3")
     held_out = EvalRequest(data="held_out.jsonl", interval=10)
+    two = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+    experts = ParallelConfig(expert_model_parallel_size=2)
     for fields, reason in (
         ({"layers": ENGINE, "offline_data": "f"}, "--transformer-impl with --offline-data: the base does not run"),
+        ({"teacher": "original"}, "--teacher original: the base of this checkpoint is not quantised"),
+        ({"seq_length": 200000}, "--seq-length 200000 must be between 1 and .* 131072"),
+        ({"base_shapes": (("--num-layers", "80"),)}, "--num-layers 80, but the base has 126"),
+        ({"evaluation": held_out, "parallel": two}, "--sequence-parallel does not work with validate.py"),
+        ({"feature_cache": "f", "parallel": experts}, "--expert-model-parallel-size does not .* --feature-cache"),
         ({"layers": fp8, "feature_cache": "f"}, "--fp8-format is for features computed as training goes"),
         ({"base_fp8": True, "feature_cache": "f"}, "--base-fp8 is for features computed as training goes"),
         ({"layers": fp8, "evaluation": held_out}, "decodes with the base, which --fp8-format leaves out"),
@@ -184,4 +196,50 @@ def test_flags_that_the_run_refuses(folder: str) -> None:
     ):
         run = FinetuneRun(load=folder, train=TrainConfig(bf16=True, global_batch_size=8), dry_run=True, **fields)  # type: ignore[arg-type]
         with pytest.raises(UserError, match=reason):
-            plan_run(run)
+            plan(run)
+
+
+def test_the_plan_follows_every_flag(folder: str, tmp_path: Path) -> None:
+    """Length of stored features; micro-batches held ahead when features come from disk; steps if they are known."""
+    train = TrainConfig(bf16=True, global_batch_size=8)
+
+    def planned(**fields: Any) -> str:
+        return plan(FinetuneRun(load=folder, dry_run=True, **{"train": train, **fields}))
+
+    assert "a step of 16384 tokens" in planned() and " steps: " not in planned()
+    assert "10 steps: " in planned(train=train.replace(train_iters=10))
+    assert "features of 1 held ahead" in planned() and "features of 4 held ahead" in planned(feature_cache="f")
+    store = {
+        "base_fingerprint": "x", "capture_layer_ids": [1, 62, 122], "hidden_size": 16384, "dtype": "bfloat16",
+        "template_hash": "", "num_samples": 3, "seq_length": 512,
+    }  # fmt: skip
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "manifest.json").write_text(json.dumps(store))
+    assert "a step of 4096 tokens" in planned(offline_data=str(tmp_path / "store"))
+    with pytest.raises(UserError, match=r"--seq-length 64, but the features in .* were cut to 512"):
+        planned(offline_data=str(tmp_path / "store"), seq_length=64)
+    assert "a step of 16384 tokens" in planned(offline_data="later")
+
+
+def test_the_plan_of_a_checkpoint(tmp_path: Path) -> None:
+    """A quantised one has other fast paths when it is trained on the base as it was; layouts must fit its draft."""
+    base = LLAMA_8B.replace(max_position_embeddings=4096)
+    shape = {"draft_vocab_size": 32000, "intermediate_size": 4098}
+    spec = CheckpointSpec(
+        BaseLink("base", "hf", "sha256:x", base), presets.eagle_config(base, "eagle3", shape),
+        QuantConfig(draft="none"),
+    )  # fmt: skip
+    for name in ("vocab.safetensors", "dist/metadata.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "spec.json").write_text(json.dumps(spec.to_dict()))
+    tp = FinetuneRun(load=str(tmp_path), parallel=ParallelConfig(tensor_model_parallel_size=4), dry_run=True)
+    with pytest.raises(UserError, match="does not divide the draft's intermediate_size 4098"):
+        plan(tp)
+    found = {}
+    for teacher in ("quantised", "original"):
+        run = FinetuneRun(
+            load=str(tmp_path), train=TrainConfig(bf16=True), teacher=teacher, gpus_per_node=1, dry_run=True  # type: ignore[arg-type]
+        )  # fmt: skip
+        found[teacher] = [line for line in plan(run).splitlines() if line.startswith("  base_direct")]
+    assert "fake-quantised" in found["quantised"][0] and found["original"][0].endswith(" on")

@@ -22,9 +22,19 @@ class Nothing:
         return lambda *_: None
 
 
-@pytest.mark.parametrize(("position", "expected"), [(Position(100, 0, 100), [0, 1, 2]), (Position(102, 4, 100), [2])])
-def test_a_schedule_of_the_objective_begins_with_the_run(position: Position, expected: list[int]) -> None:
-    """As the learning rate does, whatever else the folder holds."""
+@pytest.mark.parametrize(
+    ("position", "expected", "told"),
+    [
+        (Position(100, 0, 100), [0, 1, 2], ""),
+        (Position(102, 4, 100), [2], ""),
+        (Position(103, 6, 100), [], "nothing is trained: this run has done 3 steps"),
+        (Position(5, 10, 0), [], "this run has done 5 steps, beyond the 3 of --train-iters"),
+    ],
+)
+def test_a_schedule_of_the_objective_begins_with_the_run(
+    position: Position, expected: list[int], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the learning rate does, whatever else the folder holds. A run that is complete says so."""
     world = distributed.initialize(ParallelConfig())
     seen: list[int] = []
 
@@ -41,5 +51,5 @@ def test_a_schedule_of_the_objective_begins_with_the_run(position: Position, exp
     config = TrainConfig(train_iters=3, global_batch_size=2, log_interval=100)
     nothing: Any = Nothing()
     assert train(trainer, loader, source, config, nothing, position, nothing)
-    assert seen == expected
+    assert seen == expected and told in caplog.text and bool(told) == bool(caplog.records)
     distributed.shutdown()
