@@ -109,7 +109,10 @@ def gated_product(x_RH: Tensor, weight_XH: Tensor, out_RM: Tensor, gate_up_RX: T
 
 @triton.jit
 def _row_sums(z, col, V, per_log2, MASSES: tl.constexpr, UNEVEN: tl.constexpr, WIDTH: tl.constexpr):
-    """(largest, sum of exp((z - largest) / temperature) if MASSES) of the rows of a part of a tile."""
+    """(largest, sum of exp((z - largest) / temperature) if MASSES) of the rows of a part of a tile.
+
+    A part without a column has no sum: MASSES and UNEVEN exclude each other.
+    """
     if UNEVEN:
         z = tl.where((col + tl.arange(0, WIDTH) < V)[None, :], z, LOW)
     top = tl.max(z, axis=1)
@@ -178,7 +181,8 @@ def largest_product(
         masses: without, the log-sum-exp is not computed, and what is returned for it is not defined.
     """
     (R, H), V, device = x_RH.shape, len(weight_VH), x_RH.device
-    if H < MANY_INPUTS or not _suits(x_RH, weight_VH, out_RV):
+    uneven = V % COLUMNS > 0
+    if H < MANY_INPUTS or masses and uneven or not _suits(x_RH, weight_VH, out_RV):
         return largest(torch.mm(x_RH, weight_VH.t(), out=out_RV), temperature)
     N, inverse = triton.cdiv(V, COLUMNS), 1.0 / temperature
     top, lse = torch.empty(2, R, dtype=torch.float32, device=device)
@@ -188,7 +192,7 @@ def largest_product(
     _largest_kernel[(programs,)](
         _in_tiles(x_RH, [ROWS, INPUTS]), _in_tiles(weight_VH, [COLUMNS, INPUTS]),
         _in_tiles(out_RV, [ROWS, COLUMNS // 2]), sums[0], sums[-1], R, V, H, inverse * LOG2_E, programs, masses,
-        V % COLUMNS > 0, **_TILES, num_warps=8, num_stages=3,
+        uneven, **_TILES, num_warps=8, num_stages=3,
     )  # fmt: skip
     block = triton.next_power_of_2(N)
     rows = max(1, 2048 // block)
