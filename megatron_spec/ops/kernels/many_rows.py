@@ -182,7 +182,7 @@ def largest_product(
     """
     (R, H), V, device = x_RH.shape, len(weight_VH), x_RH.device
     uneven = V % COLUMNS > 0
-    if H < MANY_INPUTS or masses and uneven or not _suits(x_RH, weight_VH, out_RV):
+    if H < MANY_INPUTS or (masses and uneven) or not _suits(x_RH, weight_VH, out_RV):
         return largest(torch.mm(x_RH, weight_VH.t(), out=out_RV), temperature)
     N, inverse = triton.cdiv(V, COLUMNS), 1.0 / temperature
     top, lse = torch.empty(2, R, dtype=torch.float32, device=device)
