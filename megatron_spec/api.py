@@ -40,12 +40,13 @@ from megatron_spec.config import (
     QuantConfig,
     TransformerImpl,
     UserError,
+    expect,
 )
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding import engine
 from megatron_spec.drafts.contract import Draft, DraftLosses
 from megatron_spec.drafts.own import check_modules, objective_of, own_class
-from megatron_spec.drafts.randomness import step_of
+from megatron_spec.drafts.randomness import check_seeds, step_of
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.evaluation import validate as validation
 from megatron_spec.evaluation.report import Report
@@ -94,6 +95,8 @@ class SpecModel:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Objectives are completed and checked for the draft, also one that is set later."""
+        if name == "draft":
+            expect(value, Draft, "draft of a SpecModel", "keep a wrapper beside it: docs/scale.md")
         super().__setattr__(name, objective_of(self.draft, value) if name == "objective" else value)
 
     @property
@@ -114,9 +117,11 @@ class SpecModel:
             batches: all micro-batches of this pipeline group, the same list on all its ranks.
         """
         given = _on_device([batches] if isinstance(batches, Batch) else batches, self.world)
+        for batch in given:
+            batch.check_positions(self.base.config.max_position_embeddings)
         features, objective = self.source.features(given), self.objective.at(self.iteration)
         if self.draft.draws and not self._seeds_agree:
-            _check_seeds(self.world)
+            check_seeds(self.world)
             self._seeds_agree = True
         with step_of(self.iteration):
             losses = [self.draft(f, self.base, objective) for f in features]
@@ -124,19 +129,10 @@ class SpecModel:
         return losses
 
 
-def _check_seeds(world: World) -> None:
-    """Raise UserError if ranks that share matrices or sequences would draw other random numbers. Collective."""
-    for group in [world.tp] if world.context is None else [world.tp, world.context.group]:
-        found: list[Any] = [None] * group.size()
-        torch.distributed.all_gather_object(found, torch.initial_seed(), group=group)
-        if len(set(found)) > 1:
-            raise UserError(
-                f"torch's seeds are {found} on ranks of one tensor or context parallel group, which have to draw the "
-                "same random numbers for this draft: call torch.manual_seed with one seed on all of them"
-            )
-
-
 def _on_device(batches: list[Batch], world: World) -> list[Batch]:
+    batches = list(batches)
+    for batch in batches:
+        expect(batch, Batch, "micro-batch", "data.loader.BatchLoader makes them")
     return [batch if batch.tokens_BS.device == world.device else batch.to(world.device) for batch in batches]
 
 
@@ -192,6 +188,7 @@ def convert(
     if reference is None:
         raise UserError("convert: found no base_path, expected the folder of the base that this model was loaded from")
     vocab = vocab or DraftVocab.full(reference.config.vocab_size)
+    expect(vocab, DraftVocab, "vocab", "DraftVocab.load reads the file of calibrate_draft_vocab.py")
     published = None if draft is None else published_draft(draft, reference)
     config: DraftConfig
     if published is not None:
@@ -310,7 +307,8 @@ def load(
 def load_optimizer(model: SpecModel, folder: str | Path, optimizer: Any) -> int:
     """Load the optimizer state written by `save` into an optimizer over `model.draft`. Collective.
 
-    Returns the iteration of the checkpoint. Raises UserError if it has no matching optimizer state.
+    Returns the iteration of the checkpoint, which a new scheduler has to be told: scheduler.step(increment=iteration).
+    Raises UserError if it has no matching optimizer state.
     """
     _check_optimizer(optimizer)
     return int(sharded.load(resolve(folder), model.draft, model.world, optimizer=optimizer)["iteration"])
@@ -321,6 +319,7 @@ def quantize(
 ) -> list[LayerReport]:
     """Attach fp8 fake quantisers and calibrate them on micro-batches, through all draft steps. Collective."""
     quant = quant or QuantConfig()
+    expect(quant, QuantConfig, "quant")
     steps = [_on_device([step] if isinstance(step, Batch) else step, model.world) for step in batches]
     report = calibrate(model.base, model.draft, model.source, steps, model.objective, quant, model.world)
     model.quant = quant
@@ -353,6 +352,7 @@ def validate(
         tokenizer: folder of the tokenizer; default: the base's.
         output: file for the report.
     """
+    expect(config or DecodeConfig(), DecodeConfig, "config")
     folder = tokenizer or str(model.reference.path)
     opened = load_tokenizer(folder)
     was_training = model.draft.training
@@ -378,6 +378,7 @@ def decode(
     Args:
         stop_ids: tokens that end an answer; default: the base's.
     """
+    expect(config or DecodeConfig(), DecodeConfig, "config")
     if any(isinstance(prompt, (str, int)) for prompt in prompts):
         raise UserError("decode: found text or a single prompt, expected lists of token ids, one for each prompt")
     was_training = model.draft.training

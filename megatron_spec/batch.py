@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_spec.config import UserError
 from megatron_spec.runtime.context import ContextShard
 from megatron_spec.runtime.platform import to_device
 
@@ -55,6 +56,18 @@ class Batch:
     def num_tokens(self) -> int:
         """Number of tokens without padding."""
         return int(((self.host or self).documents_BS >= 0).sum())
+
+    def check_positions(self, limit: int) -> None:
+        """Raise UserError for documents of more than `limit` tokens; reads positions only of rows that long."""
+        if self.tokens_BS.shape[1] <= limit:
+            return
+        known = self.host or self
+        last = int((known.positions_BS * (known.documents_BS >= 0)).max())
+        if last >= limit:
+            raise UserError(
+                f"micro-batch: found a document with position {last}, expected at most {limit - 1}, by the base's "
+                f"max_position_embeddings {limit}: use shorter sequences"
+            )
 
     def document_lengths(self) -> Tensor:
         """int64 [B, S] length of the document of each token."""

@@ -282,6 +282,14 @@ def at_least_zero(text: str) -> int:
     return value
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """An argparse type: '1,2,4' -> (1, 2, 4)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from None
+
+
 def check_urls(*urls: str) -> None:
     """Raise UserError for the URL of a server that lacks its scheme."""
     for url in urls:

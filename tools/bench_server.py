@@ -26,12 +26,9 @@ from megatron_spec.runtime.folders import require_writable
 from megatron_spec.serving.measure import Level, Messages, Server, run_level, warm_up
 
 
-def levels(text: str) -> list[int]:
-    """An argparse type: '1,2,4' -> [1, 2, 4]."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from None
+def levels(text: str) -> tuple[int, ...]:
+    """An argparse type: '1,2,4' -> (1, 2, 4)."""
+    found = cli.numbers(text)
     if min(found) < 1:
         raise argparse.ArgumentTypeError(f"concurrency must be at least 1, found {min(found)}")
     return found
@@ -49,7 +46,9 @@ def make_parser() -> cli.Parser:
         help="question file or conversations; what comes before the first answer is sent",
     )
     p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N (default: all)")
-    p.add_argument("--concurrency", type=levels, default=[1], help="requests in flight, for example 1,2,4 (default: 1)")
+    p.add_argument(
+        "--concurrency", type=levels, default=(1,), help="requests in flight, for example 1,2,4 (default: 1)"
+    )
     p.add_argument("--max-tokens", type=cli.at_least_one, default=128, help="maximum tokens per answer (default: 128)")
     p.add_argument("--temperature", type=float, default=0.0, help="of the answers (default: 0, the most likely token)")
     p.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens tokens (vLLM, SGLang)")

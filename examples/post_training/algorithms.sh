@@ -1,4 +1,5 @@
-# Sourced by launch_train.sh and train_eagle3_and_export.sh: flags of convert_model.py for each --algorithm.
+# Sourced by launch_train.sh and train_eagle3_and_export.sh: flags of convert_model.py for each --algorithm, and checks.
+number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a positive integer"; } # flag, value
 draft_flags() { # algorithm, file of overrides or ''; sets `kind`
   case $1 in
     medusa) kind=(--export-algorithm medusa) ;;

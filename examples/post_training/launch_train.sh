@@ -59,7 +59,6 @@ case $algorithm in
   mtp-from-base)
     [ -z "$eagle$vocab" ] || fail "--eagle_config, --draft_vocab: mtp-from-base takes the base's module unchanged: leave them out" ;;
 esac
-number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a positive integer"; }
 number --num_epochs "$epochs"; number --tp "$tp"; number --pp "$pp"; number --batch "${batch:-1}"
 number --eval_interval "${eval_interval:-200}"
 [ "$num_gpu" = 0 ] || number --num_gpu "$num_gpu"

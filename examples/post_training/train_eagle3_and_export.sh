@@ -60,6 +60,14 @@ while [ $# -gt 0 ]; do
   esac
 done
 [ -n "$output" ] || fail "--output needs a folder"
+for name in tp pp batch draft_vocab train_iters seq_length ttt_steps max_new_tokens num_prompts eval_prompts eval_tokens synthesize sa_threshold draft_len; do
+  number "--$name" "${!name:-1}"
+done
+[ "$num_gpu" = 0 ] || number --num_gpu "$num_gpu"
+[[ ${qat_iters:-0} =~ ^[0-9]+$ ]] || fail "--qat_iters $qat_iters: expected a number"
+for name in lr step_decay temperature beta2; do
+  [[ ${!name:-0} =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] || fail "--$name ${!name}: expected a number"
+done
 [ -z "$recipe" ] || [ -n "$base_model" ] || fail "--recipe needs --base_model: the demo has settings of its own"
 case $recipe in
   ''|paper) ;;
@@ -71,7 +79,7 @@ esac
 [ -z "$data" ] || [ -z "$synthesize$prompts" ] || fail "--data has conversations: leave --synthesize and --prompts out"
 [ -z "$data" ] || [ -z "$temperature" ] || fail "--data has answers: leave --temperature out"
 [ -z "$data" ] || [ -z "$num_prompts" ] || fail "--data is read whole: leave --num_prompts out"
-[ -z "$synthesize" ] || [ -n "$prompts" ] || [ -z "$num_prompts" ] || fail "--synthesize says how many questions are made up: leave --num_prompts out, or give --prompts"
+[ -z "$synthesize" ] || [ -n "$prompts" ] || [ -z "$num_prompts" ] || fail "--synthesize says how many questions are written: leave --num_prompts out, or give --prompts"
 if [ -z "$heldout" ] && [ -n "$base_model" ] && [ -f "$root/runs/mt_bench.jsonl" ]; then
   heldout=$root/runs/mt_bench.jsonl
 elif [ -z "$heldout" ]; then
@@ -122,13 +130,10 @@ case ${base_model:+${recipe:-paper}} in # conversations of a forward pass and of
   paper) micro_batch=1 rows=(--packing) warmup=5 answers=64 ;; # many short conversations share a row of seq_length tokens
   *) micro_batch=$batch rows=() warmup=5 answers=64 ;; # the demo's settings were chosen with one in a row
 esac
-[[ $qat_iters =~ ^[0-9]+$ ]] || fail "--qat_iters $qat_iters: expected a number"
 qat_lr=$(awk "BEGIN {print $lr / 10}")
 ranks=$((num_gpu > 1 ? num_gpu : 1))
 global_batch=$((batch * ranks / tp))
 if [ -z "$train_iters" ]; then # the short recipe reads its conversations 2.6 times
-  [[ ${synthesize:-1} =~ ^[1-9][0-9]*$ ]] || fail "--synthesize $synthesize: expected a number above 0"
-  [[ $num_prompts =~ ^[1-9][0-9]*$ ]] || fail "--num_prompts $num_prompts: expected a number above 0"
   conversations=0
   [ -z "$data$prompts" ] || conversations=$(grep -c . "${data:-$prompts}" || true)
   [ -z "$prompts" ] || [ "$conversations" -le "$num_prompts" ] || conversations=$num_prompts
@@ -168,7 +173,7 @@ if [ ! -f "$output/.stages/options" ]; then # the stages remove what a killed ru
     [ ! -e "$output/$name" ] || fail "$output/$name is there, and no run of this script made it: choose another --output"
   done
 fi
-mkdir -p "$output/.stages"
+mkdir -p "$output/.stages" || fail "--output $output cannot be written: choose another folder"
 options="algorithm=$algorithm eagle_config=$eagle_config base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
 train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \
 max_new_tokens=$max_new_tokens synthesize=$synthesize temperature=$temperature recipe=$recipe files=$(content "$eagle_config" "$data" "$prompts")"

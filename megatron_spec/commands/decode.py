@@ -177,7 +177,7 @@ def generate(run: GenerateRun) -> int:
         prompts = read_prompts(run.data, run.num_prompts)
         if run.synthesize is not None and (same := next((p for p in prompts if drawn(p.identifier)), None)):
             raise UserError(
-                f"{same.where}: identifier {same.identifier!r} is one of those for made-up questions: rename it, or "
+                f"{same.where}: identifier {same.identifier!r} is reserved for synthesised questions: rename it, or "
                 "leave --synthesize out"
             )
     with iteration_of(run.load) as folder:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megatron_spec.config.base import BaseConfig, MlaConfig, MoeConfig, RopeConfig, RopeType, RouterKind
 from megatron_spec.config.block import BlockAlgorithm, BlockConfig
-from megatron_spec.config.core import Config, UserError, flag_name, group, option, require, suggest
+from megatron_spec.config.core import Config, UserError, expect, flag_name, group, option, require, suggest
 from megatron_spec.config.decoding import DecodeConfig, DecodingType
 from megatron_spec.config.draft import DraftConfig, EagleAlgorithm, EagleConfig, MedusaConfig
 from megatron_spec.config.layers import ENGINE, LOCAL, BaseLayers
@@ -55,6 +55,7 @@ __all__ = [
     "TrainConfig",
     "TransformerImpl",
     "UserError",
+    "expect",
     "flag_name",
     "group",
     "option",

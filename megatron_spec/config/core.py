@@ -176,6 +176,17 @@ def flag_name(field: dataclasses.Field[Any]) -> str:
     return str(field.metadata.get("flag") or field.name.replace("_", "-"))
 
 
+def expect(value: Any, kind: type, what: str, hint: str = "") -> None:
+    """Raise UserError unless an argument of the library is of the class `kind`.
+
+    Args:
+        hint: where to get one.
+    """
+    if not isinstance(value, kind):
+        found = f"{what}: found a {type(value).__name__}, expected {kind.__name__}"
+        raise UserError(f"{found} ({hint})" if hint else found)
+
+
 def require(condition: bool, message: str) -> None:
     """Raise UserError with `message` unless `condition` holds."""
     if not condition:

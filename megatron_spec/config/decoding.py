@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,6 +117,7 @@ class DecodeConfig(Config):
         ):  # fmt: skip
             value = getattr(self, name)
             require(value is None or value >= least, f"{name} must be at least {least}, found {value}")
+        require(math.isfinite(self.temperature), f"temperature must be finite, found {self.temperature}")
         size = self.max_matching_ngram_size
         longest = self.decoding_type == "SA" and size == -1
         require(size is None or size >= 1 or longest, f"max_matching_ngram_size must be at least 1, found {size}")

@@ -33,7 +33,7 @@ class ChatTemplate:
             raise UserError("the tokenizer has no chat template: add chat_template to its tokenizer_config.json")
         self.tokenizer = tokenizer
         self.kwargs = read_kwargs(dict(kwargs or {}), "--chat-template-kwargs")
-        words = set(re.findall(r"\w+", str(tokenizer.chat_template)))  # a string, or named templates
+        words = self._words = set(re.findall(r"\w+", str(tokenizer.chat_template)))  # a string, or named templates
         if unread := sorted(self.kwargs.keys() - words):
             raise UserError(
                 f"--chat-template-kwargs: the chat template does not read {', '.join(unread)}"
@@ -43,9 +43,14 @@ class ChatTemplate:
     def render(self, conversation: Conversation, messages: Messages | None = None, **options: Any) -> Any:
         """Text of `messages` (default: all), or the result of transformers' apply_chat_template with `options`.
 
-        Raises UserError when the template refuses them.
+        Raises UserError when the template refuses them, or does not render an answer's tool calls.
         """
         messages = conversation.messages if messages is None else messages
+        if "tool_calls" not in self._words and any(m.get("tool_calls") for m in messages):
+            raise UserError(
+                f"{conversation.where}: the chat template does not render tool_calls, so an answer would lose its "
+                "calls: leave such lines out, or use a base whose template renders them"
+            )
         try:
             return self._apply([self._spelt(m) for m in messages], conversation, options)
         except Exception as error:  # templates raise any exception

@@ -128,7 +128,7 @@ class DeviceSteps:
             context.temperature = self.config.temperature
         proposal = self.drafter.prepare_draft_tokens(context, count)
         if self.foreign:
-            check_proposal(proposal, batch, self.base.vocab_size, self.drafter)
+            check_proposal(proposal, batch, self.base.vocab_size, self.drafter, self.config.max_draft_len, count)
         tokens_BN = self._agree(proposal.tokens_BN)
         N = tokens_BN.shape[1]
         index_N = torch.arange(N, device=tokens_BN.device)

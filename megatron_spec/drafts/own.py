@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_spec.config import DraftConfig, ObjectiveConfig, UserError, presets
+from megatron_spec.config import DraftConfig, ObjectiveConfig, UserError, expect, presets
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.drafts import ALGORITHMS, shipped_class
 from megatron_spec.drafts.contract import Draft
@@ -78,8 +78,7 @@ def check_modules(draft: Draft) -> None:
 def objective_of(draft: Draft, objective: Any) -> ObjectiveConfig:
     """The objective with the draft's defaults. Raises UserError if it does not fit the draft."""
     check_attributes(draft)
-    if not isinstance(objective, ObjectiveConfig):
-        raise UserError(f"objective: found a {type(objective).__name__}, expected an ObjectiveConfig")
+    expect(objective, ObjectiveConfig, "objective")
     complete, usual = (presets.objective_for(draft.config, x) for x in (objective, ObjectiveConfig()))
     if draft.row_loss is not None and complete.loss != usual.loss:
         raise UserError(

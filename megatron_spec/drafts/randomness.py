@@ -7,6 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from megatron_spec.config import UserError
+from megatron_spec.runtime.distributed import World
 
 
 @contextmanager
@@ -18,6 +22,18 @@ def step_of(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(before)
+
+
+def check_seeds(world: World) -> None:
+    """Raise UserError if ranks that share matrices or sequences would draw other random numbers. Collective."""
+    for group in [world.tp] if world.context is None else [world.tp, world.context.group]:
+        found: list[Any] = [None] * group.size()
+        dist.all_gather_object(found, torch.initial_seed(), group=group)
+        if len(set(found)) > 1:
+            raise UserError(
+                f"torch's seeds are {found} on ranks of one tensor or context parallel group, which have to draw the "
+                "same random numbers for this draft: call torch.manual_seed with one seed on all of them"
+            )
 
 
 def mix(x: Any) -> Any:

@@ -54,7 +54,7 @@ def trains_back(samples: Sequence[Sample], asked: Sequence[list[int]], answers: 
     tokens, turns = samples[0].tokens.tolist(), samples[0].turns.tolist()
     for prompt, answer in zip(asked, answers, strict=True):
         begin, end = len(prompt), len(prompt) + len(answer)
-        if tokens[:end] != prompt + answer or turns[begin - 1] or not all(turns[begin:end]):
+        if tokens[:end] != prompt + answer or not all(turns[begin:end]):
             return False
     return sum(turn > 0 for turn in turns) == sum(map(len, answers))
 

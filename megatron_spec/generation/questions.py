@@ -155,7 +155,7 @@ def distinct(found: Mapping[int, str | None], seen: set[str], count: int, outcom
 
 
 def drawn(identifier: str) -> bool:
-    """True for an identifier of a made-up question."""
+    """True for an identifier of a synthesised question."""
     return re.fullmatch(r"draw-\d+", identifier) is not None
 
 

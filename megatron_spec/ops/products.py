@@ -52,7 +52,7 @@ class GradientSums:
     def of(self, parameter: nn.Parameter) -> Tensor:
         """The matrix to accumulate into."""
         main_grad = getattr(parameter, "main_grad", None)
-        if main_grad is not None:
+        if main_grad is not None and parameter.requires_grad:  # not of one that was frozen since
             return main_grad  # type: ignore[no-any-return]
         if id(parameter) not in self._own:
             wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32

@@ -199,6 +199,12 @@ def test_quantising_twice_is_refused(place: Path, tmp_path: Path) -> None:
         ("generate", ("--base", "b", "--output", "o", "--temperature", -1), "temperature must be at least 0"),
         ("generate", ("--base", "b", "--output", "o", "--max-draft-len", 5), "without --load there is none"),
         ("validate", ("--load", "d", "--num-prompts", 0), "--num-prompts: must be at least 1, found 0"),
+        ("validate", ("--load", "d", "--max-draft-len", "2,x"), "expected numbers separated by commas, found '2,x'"),
+        (
+            "offline_feature_extract",
+            ("--load", "d", "--output-dir", "o", "--part", "3"),
+            "expected I/N with 0 <= I < N",
+        ),
         ("offline_feature_extract", ("--load", "d", "--output-dir", "o", "--micro-batch-size", 0), "at least 1"),
         ("quantize", ("--load", "d", "--save", "o", "--calib-samples", -5), "must be at least 1, found -5"),
         ("quantize", ("--load", "d", "--save", "o", "--loss", "kl"), "unknown argument --loss"),
@@ -320,7 +326,15 @@ def test_an_apex_that_cannot_run_is_refused_only_where_it_is_asked_for(place: Pa
         (["--data", "x.jsonl", "--num_prompts", "9"], "--data is read whole: leave --num_prompts out"),
         (["--data", "x.jsonl", "--temperature", "1"], "--data has answers: leave --temperature out"),
         (["--qat_iters", "some"], "--qat_iters some: expected a number"),
-        (["--base_model", ".", "--recipe", "short", "--synthesize", "x"], "--synthesize x: expected a number above 0"),
+        (
+            ["--base_model", ".", "--recipe", "short", "--synthesize", "x"],
+            "--synthesize x: expected a positive integer",
+        ),
+        (["--num_gpu", "x"], "--num_gpu x: expected a positive integer"),
+        (["--train_iters", "0"], "--train_iters 0: expected a positive integer"),
+        (["--draft_len", "three"], "--draft_len three: expected a positive integer"),
+        (["--lr", "1e-"], "--lr 1e-: expected a number"),
+        (["--output", "/dev/null"], "--output /dev/null cannot be written"),
     ],
 )
 def test_one_command_chain_refuses_before_setup(arguments: list[str], expected: str) -> None:

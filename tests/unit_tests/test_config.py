@@ -12,6 +12,8 @@ from megatron_spec.config import (
     DecodeConfig,
     EagleConfig,
     MoeConfig,
+    ObjectiveConfig,
+    ParallelConfig,
     RopeConfig,
     TrainConfig,
     UserError,
@@ -47,7 +49,14 @@ def test_minimum_learning_rate_must_not_exceed_the_learning_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("batch_size", 0), ("temperature", -1.0), ("max_new_tokens", 0), ("max_draft_len", -1)]
+    ("field", "value"),
+    [
+        ("batch_size", 0),
+        ("temperature", -1.0),
+        ("temperature", float("inf")),
+        ("max_new_tokens", 0),
+        ("max_draft_len", -1),
+    ],
 )
 def test_decoding_values_out_of_range(field: str, value: float) -> None:
     with pytest.raises(UserError, match=field):
@@ -194,3 +203,26 @@ def test_draft_has_one_set_of_rope_frequencies() -> None:
     short, long = LONGROPE["short_factor"], LONGROPE["long_factor"]
     rope = RopeConfig(type="longrope", short_factor=tuple(short), long_factor=tuple(long))  # type: ignore[arg-type]
     assert presets.eagle_config(BASE.replace(rope=rope)).rope == RopeConfig()
+
+
+def test_the_share_of_the_backbone_falls_to_zero() -> None:
+    goal = ObjectiveConfig(backbone_weight=0.8, backbone_iters=4)
+    assert [goal.at(i).backbone_weight for i in (0, 1, 3, 4, 9)] == pytest.approx([0.8, 0.6, 0.2, 0.0, 0.0])
+    constant = ObjectiveConfig(backbone_weight=0.8)
+    assert constant.at(9) is constant
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "message"),
+    [
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6, "TP 2 x PP 2: start a multiple of 4"),
+        ({"context_parallel_size": 2}, 3, "TP 1 x PP 1 x CP 2: start a multiple of 2"),
+        ({"expert_model_parallel_size": 4}, 6, "over EP 4 with TP 1 x PP 1: start a multiple of 4"),
+        ({"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, 6, "start a multiple of 4"),
+    ],
+)
+def test_processes_that_a_layout_does_not_divide(layout: dict[str, int], size: int, message: str) -> None:
+    parallel = ParallelConfig(**layout)
+    with pytest.raises(UserError, match=f"{size} processes cannot .*{message}"):
+        parallel.check_world_size(size)
+    parallel.check_world_size(8)

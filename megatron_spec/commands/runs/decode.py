@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_spec.cli import numbers
 from megatron_spec.commands.runs.common import ChatText, DraftModules, Layers, ModelRun, Parallel, Precision
 from megatron_spec.config import DecodeConfig, UserError, group, option, require
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def _check_seed(decode: DecodeConfig) -> None:
@@ -34,7 +31,7 @@ class ValidateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     """Report (default: validate.json in the checkpoint)."""
     html_output: str | None = option(None, "HTML", flag="html")
     """Also write the report as a page with plots."""
-    draft_lens: tuple[int, ...] | None = option(None, "N[,N...]", flag="max-draft-len", parse=_numbers, once=True)
+    draft_lens: tuple[int, ...] | None = option(None, "N[,N...]", flag="max-draft-len", parse=numbers, once=True)
     """Draft tokens of a chain, or depth of a tree; several are measured in one run (default: 3)."""
     num_prompts: int | None = option(None, "N", least=1)
     """Use the first N prompts (default: all)."""

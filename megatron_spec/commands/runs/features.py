@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,10 +11,10 @@ from megatron_spec.config import option
 
 
 def _part(text: str) -> tuple[int, int]:
-    index, count = map(int, text.split("/"))
-    if not 0 <= index < count:
-        raise ValueError
-    return index, count
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"expected I/N with 0 <= I < N, found {text!r}")
+    return int(index), int(count)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding.drafters.base import Drafter, Proposal
@@ -62,19 +63,64 @@ def is_foreign(drafter: Drafter | None) -> bool:
     return not type(drafter).__module__.startswith(f"{__package__}.")
 
 
-def check_proposal(proposal: Proposal, batch: int, vocab_size: int, drafter: Drafter) -> None:
-    """Raise UserError unless tokens are int64 ids [batch, nodes] of the base's vocabulary. Synchronises with a GPU."""
-    tokens_BN, name = proposal.tokens_BN, type(drafter).__name__
+def check_proposal(
+    proposal: Any, batch: int, vocab_size: int, drafter: Drafter, longest: int, count: int
+) -> None:  # fmt: skip
+    """Raise UserError for a proposal that the base cannot verify. Synchronises with a GPU.
+
+    Args:
+        longest: maximum draft length, for which there is room.
+        count: the draft length asked for, less at the end of an answer. A longer chain is cut, a tree is not.
+    """
+    name = f"drafter {type(drafter).__name__}"
+    if not isinstance(proposal, Proposal):
+        raise UserError(f"{name} returned {type(proposal).__name__}, expected megatron_spec.decoding.drafters.Proposal")
+    _check_tokens(proposal, batch, vocab_size, name)
+    nodes, most = proposal.tokens_BN.shape[1], max(drafter.max_nodes(longest), longest)
+    if nodes > most:
+        raise UserError(
+            f"{name} proposed {nodes} nodes, expected at most {most}: propose `count` tokens, or override max_nodes"
+        )
+    counts_B, parents_BN = proposal.proposed_B, proposal.parents_BN
+    if counts_B is not None and counts_B.shape != (batch,):
+        raise UserError(f"{name}: found proposed_B of shape {list(counts_B.shape)}, expected [{batch}]")
+    if parents_BN is not None:
+        _check_tree(parents_BN, proposal.tokens_BN, count, name)
+
+
+def _check_tokens(proposal: Proposal, batch: int, vocab_size: int, name: str) -> None:
+    """int64 ids [batch, nodes] of the base's vocabulary."""
+    tokens_BN = proposal.tokens_BN
     if tokens_BN.dtype != torch.int64 or tokens_BN.dim() != 2 or len(tokens_BN) != batch:
         raise UserError(
-            f"drafter {name} proposed {tokens_BN.dtype} of shape {list(tokens_BN.shape)}, expected int64 [{batch}, "
+            f"{name} proposed {tokens_BN.dtype} of shape {list(tokens_BN.shape)}, expected int64 [{batch}, "
             "nodes]: one row of token ids for every running sequence"
         )
     outside_BN = (tokens_BN < 0) | (tokens_BN >= vocab_size)
     if bool(outside_BN.any()):
         row, node = outside_BN.nonzero()[0].tolist()
         raise UserError(
-            f"drafter {name} proposed token id {int(tokens_BN[row, node])} (row {row}, node {node}), expected 0 to "
+            f"{name} proposed token id {int(tokens_BN[row, node])} (row {row}, node {node}), expected 0 to "
             f"{vocab_size - 1}, the base's vocabulary: use the base's tokenizer in the drafter; nodes that are not "
             "valid (proposed_B) need ids of the vocabulary, too"
         )
+
+
+def _check_tree(parents_BN: Tensor, tokens_BN: Tensor, count: int, name: str) -> None:
+    """Parents come before their children, down to the depth that is drafted."""
+    if parents_BN.dtype != torch.int64 or parents_BN.shape != tokens_BN.shape:
+        raise UserError(
+            f"{name}: found parents_BN of {parents_BN.dtype} {list(parents_BN.shape)}, expected int64 "
+            f"{list(tokens_BN.shape)}, as tokens_BN"
+        )
+    for row, parents in enumerate(parents_BN.tolist()):
+        depths = [0]  # of the last known token, then of the nodes
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node:
+                raise UserError(
+                    f"{name}: node {node} of row {row} has the parent {parent}, expected -1 (the last known token) or "
+                    "an earlier node"
+                )
+            depths.append(depths[parent + 1] + 1)
+        if max(depths) > count:
+            raise UserError(f"{name}: row {row} is {max(depths)} nodes deep, expected at most {count}, `count`")

@@ -75,6 +75,13 @@ def test_every_step_of_publishing(
     assert sorted(p.name for p in root.iterdir()) == [f"iter_000000{i}" for i in expected] + [POINTER]
 
 
+def test_iterations_of_earlier_runs_are_kept(tmp_path: Path) -> None:
+    for number in (1, 2, 3, 4):
+        write_iteration(tmp_path / f"iter_000000{number}", str(number))
+    sharded.publish(write_iteration(tmp_path / ".new.tmp", "new"), tmp_path / "iter_0000005", keep=2, keep_until=2)
+    assert [p.name for p in sorted(tmp_path.glob("iter_*"))] == [f"iter_000000{i}" for i in (1, 2, 4, 5)]
+
+
 def test_the_first_iteration_counts_without_its_pointer(tmp_path: Path) -> None:
     write_iteration(tmp_path / "iter_0000003", "three")
     (tmp_path / "iter_0000004").mkdir()  # not complete

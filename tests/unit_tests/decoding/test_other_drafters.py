@@ -53,6 +53,12 @@ class Beyond(Plain):
         return found
 
 
+def tree(parents: list[int]) -> Proposal:
+    """The same tree in three rows."""
+    parents_BN = torch.tensor([parents] * 3)
+    return Proposal(torch.zeros_like(parents_BN), parents_BN=parents_BN)
+
+
 class Flat(Plain):
     """Returns a tensor without the row dimension."""
 
@@ -104,6 +110,34 @@ def test_user_defined_drafter(tiny: Any) -> None:
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             decode(tiny.base, tiny.prompts, config.replace(drafter=name), set())
+
+
+@pytest.mark.parametrize(
+    ("proposed", "message"),
+    [
+        ([1, 2], "returned list, expected megatron_spec.decoding.drafters.Proposal"),
+        (Proposal(torch.zeros(3, 9, dtype=torch.int64)), "proposed 9 nodes, expected at most 3: propose `count`"),
+        (Proposal(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(1)), r"proposed_B of shape \[1\], expected \[3\]"),
+        (tree([-1, 1]), r"node 1 of row 0 has the parent 1, expected -1 .* or an earlier node"),
+        (tree([-2]), r"node 0 of row 0 has the parent -2"),
+        (tree([-1, 0, 1, 2]), "row 0 is 4 nodes deep, expected at most 3"),
+        (
+            Proposal(torch.zeros(3, 2, dtype=torch.int64), parents_BN=torch.zeros(3)),
+            "found parents_BN of torch.float32",
+        ),
+    ],
+)
+def test_proposals_that_cannot_be_verified_are_refused(tiny: Any, proposed: Any, message: str) -> None:
+    class Fixed(Plain):
+        def prepare_draft_tokens(self, context: Context, count: int) -> Any:
+            return proposed
+
+        def max_nodes(self, count: int) -> int:
+            return 4 if getattr(proposed, "parents_BN", None) is not None else count
+
+    config = CONFIG.replace(decoding_type="User", drafter="x:Y")
+    with pytest.raises(UserError, match=f"drafter Fixed.*{message}"):
+        decode(tiny.base, tiny.prompts[:3], config, set(), draft=Fixed())
 
 
 def test_tokens_outside_the_base_vocabulary_are_refused(tiny: Any) -> None:

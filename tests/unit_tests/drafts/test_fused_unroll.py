@@ -187,6 +187,23 @@ def test_replaced_modules_are_not_skipped(change: str, taken: list[int]) -> None
     assert torch.equal(results(draft, ends)["loss"], expected) and not taken
 
 
+def test_a_weight_that_is_frozen_after_wrapping_stays(taken: list[int]) -> None:
+    """Its `main_grad` from before was filled on, and the optimizer went on training it."""
+    draft, ends = quantised(None)
+    fuse(draft)
+    expected = results(draft, ends)
+    for p in draft.parameters():
+        p.main_grad = torch.zeros_like(p)  # type: ignore[attr-defined]
+    for name, p in draft.midlayer.named_parameters():
+        p.requires_grad_("o_proj" in name)
+    frozen = {n for n, p in draft.named_parameters() if not p.requires_grad}
+    results(draft, ends)
+    assert taken == [1, 1] and len(frozen) == 9
+    for name, p in draft.named_parameters():
+        total: Tensor = p.main_grad + (0 if p.grad is None else p.grad)  # type: ignore[attr-defined]
+        torch.testing.assert_close(total, expected[name] * (name not in frozen), rtol=1e-9, atol=1e-11)
+
+
 def test_fp8_of_a_subclass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its products would be in bf16 without a word."""
     config, world = eagle_config(), distributed.initialize()

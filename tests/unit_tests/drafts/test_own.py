@@ -23,6 +23,7 @@ from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses import reference
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
+from tests.tiny import make_batch
 from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, V, conversations, draft_vocab, eagle_config
 from tests.unit_tests.drafts.test_blocks import block_config
 
@@ -138,6 +139,34 @@ def test_an_objective_that_is_set_later_is_completed_and_checked() -> None:
     assert model.objective.step_weights == "d-pace" and replace(model).objective == model.objective
     with pytest.raises(UserError, match="--anchors: only for block drafts"):
         model.objective = ObjectiveConfig(anchors=3)
-    with pytest.raises(UserError, match="objective: found a dict, expected an ObjectiveConfig"):
+    with pytest.raises(UserError, match="objective: found a dict, expected ObjectiveConfig"):
         model.objective = {"loss": "kl"}  # type: ignore[assignment]
     assert model.objective.ttt_steps == 3
+
+
+def test_documents_longer_than_the_base_reads_are_refused() -> None:
+    """Of packed documents each counts, and padding does not."""
+    batch = make_batch(1, 18, seed=0)
+    batch.check_positions(18)
+    with pytest.raises(
+        UserError, match="found a document with position 17, expected at most 16, by the base's max_pos"
+    ):
+        batch.check_positions(17)
+    replace(batch, positions_BS=batch.positions_BS % 9).check_positions(9)
+    replace(batch, documents_BS=torch.where(torch.arange(18) > 16, -1, batch.documents_BS)).check_positions(17)
+
+
+def test_arguments_of_another_class_are_named() -> None:
+    draft = build_draft(eagle_config(), draft_vocab(eagle_config()), distributed.initialize(), torch.float32)
+    model = api.SpecModel(SimpleNamespace(world=None), draft, draft.vocab, None)  # type: ignore[arg-type]
+    wrapped = nn.Sequential(draft)
+    for act, said in (
+        (lambda: model([torch.zeros(1)]), "micro-batch: found a Tensor, expected Batch"),
+        (lambda: model({"input_ids": 1}), "micro-batch: found a str, expected Batch"),
+        (lambda: setattr(model, "draft", wrapped), "draft of a SpecModel: found a Sequential, expected Draft"),
+        (lambda: api.quantize(model, [], {"draft": "fp8"}), "quant: found a dict, expected QuantConfig"),
+        (lambda: api.validate(model, "x", {"max_draft_len": 1}), "config: found a dict, expected DecodeConfig"),
+        (lambda: api.decode(model, [[1]], {"max_draft_len": 1}), "config: found a dict, expected DecodeConfig"),
+    ):
+        with pytest.raises(UserError, match=said):
+            act()  # type: ignore[no-untyped-call]

@@ -206,7 +206,7 @@ def test_prompts_and_made_up_questions_together(chat, tmp_path, monkeypatch):
     assert answers("both.jsonl", str(prompts), synthesize=3) == both
     monkeypatch.setattr(decode, "load_models", lambda *_: pytest.fail("the weights were read"))
     prompts.write_text('{"conversation_id": "draw-1", "turns": ["red sky"]}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"prompts.jsonl line 1: identifier 'draw-1' is one of those"):
+    with pytest.raises(UserError, match=r"prompts.jsonl line 1: identifier 'draw-1' is reserved"):
         answers("other.jsonl", str(prompts), synthesize=3)
 
 

@@ -249,9 +249,14 @@ def test_rerun_with_other_settings_is_refused(chat: Any, tmp_path: Path) -> None
     ):
         with pytest.raises(UserError, match=message):
             _to_file(chat, asked, output, {"base_fingerprint": about}, **changes)
-    other = dataclasses.replace(asked[0], rounds=(({"role": "user", "content": "What is 2 + 3?"},),))
-    with pytest.raises(UserError, match=f"1 conversations answer other questions .*{other.identifier}"):
-        _to_file(chat, [other, asked[1]], output, {"base_fingerprint": "a"})
+    for change in (
+        {"rounds": (({"role": "user", "content": "What is 2 + 3?"},),)},
+        {"template_kwargs": {"enable_thinking": False}},
+        {"tools": [{"type": "function", "function": {"name": "add"}}]},
+    ):
+        other = dataclasses.replace(asked[0], **change)
+        with pytest.raises(UserError, match=f"1 conversations answer other questions .*{other.identifier}"):
+            _to_file(chat, [other, asked[1]], output, {"base_fingerprint": "a"})
     output.with_name("out.jsonl.meta.json").unlink()
     with pytest.raises(UserError, match=r"meta\.json, .* is missing"):
         _to_file(chat, asked, output, {"base_fingerprint": "a"})

@@ -1,4 +1,4 @@
-"""A quantised draft through a checkpoint: ranges come back exactly, and a checkpoint without them is refused."""
+"""A draft through a checkpoint: ranges come back exactly; a checkpoint without them, or with infinity, is refused."""
 
 from __future__ import annotations
 
@@ -45,3 +45,13 @@ def test_ranges_survive(tmp_path: Path) -> None:
         sharded.load(plain, other.draft, other.world)
     with pytest.raises(UserError, match=r"unexpected draft\..*amax"):
         sharded.load(quantised, make(tmp_path / "base", world_of()).draft, tiny.world)
+
+
+def test_values_that_are_not_finite_do_not_load(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base", num_hidden_layers=8)
+    tiny = make(tmp_path / "base", world_of())
+    with torch.no_grad():
+        tiny.draft.norm.weight[3] = torch.inf
+    saved = save(tiny, tmp_path / "diverged")
+    with pytest.raises(UserError, match=r"holds values that are not finite in: norm\.weight"):
+        sharded.load(saved, make(tmp_path / "base", world_of()).draft, tiny.world)
