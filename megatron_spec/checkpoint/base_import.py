@@ -56,7 +56,7 @@ def inspect_base(path: str | Path) -> BaseReference:
     """
     folder = model_folder(path).absolute()
     if not folder.is_dir():
-        found = "is a file" if folder.exists() else "no such folder"
+        found = "is a file (GGUF is not read)" if folder.exists() else "no such folder"
         raise UserError(f"{path}: {found}; expected a base in Hugging Face or Megatron format, or its name on the hub")
     if is_draft_checkpoint(folder):
         raise UserError(f"{path} is a draft checkpoint, expected a base: give the folder of the one it was made for")

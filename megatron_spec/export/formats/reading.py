@@ -64,8 +64,6 @@ class Source:
     @staticmethod
     def open(folder: Path) -> Source:
         """Open a folder. Raises UserError when config.json or all tensor files are missing, or a file is damaged."""
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder")
         if not (folder / "config.json").is_file() and (folder / "draft" / "config.json").is_file():
             raise UserError(f"{folder} is a folder of export.py with the draft in it: give {folder / 'draft'}")
         refuse_checkpoint(folder)

@@ -71,7 +71,7 @@ def test_folders_without_a_base_are_refused(tmp_path: Path, folder: Path) -> Non
     with pytest.raises(UserError, match="no such folder"):
         inspect_base(tmp_path / "nowhere")
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(UserError, match=r"model.gguf: is a file; expected a base"):
+    with pytest.raises(UserError, match=r"model.gguf: is a file .GGUF is not read.; expected a base"):
         inspect_base(tmp_path / "model.gguf")
     (tmp_path / "save" / "iter_0000001").mkdir(parents=True)
     (tmp_path / "save" / "iter_0000001" / "spec.json").touch()

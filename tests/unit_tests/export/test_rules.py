@@ -19,6 +19,7 @@ from megatron_spec.config.structure import quantisable
 from megatron_spec.export import layout
 from megatron_spec.export.check import check_folder
 from megatron_spec.export.check.finding import Finding
+from megatron_spec.export.formats import open_source
 from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
 
 ROOT = Path(__file__).parents[3]
@@ -380,3 +381,18 @@ def test_script_exit_codes(tmp_path: Path) -> None:
     assert done.returncode == 1 and "fix: write d2t" in done.stdout
     assert script(str(tmp_path / "nowhere")).returncode == 2
     assert script(str(folder), "--engine", "other").returncode == 2
+
+
+def test_what_is_no_folder_of_a_draft_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "save" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "save" / "iter_0000001" / "spec.json").touch()
+    for name, words in (
+        ("model.gguf", r"is a file; expected a folder in Hugging Face format \(GGUF is not read\)"),
+        ("nowhere", "no such folder; expected"),
+        ("empty", "found no config.json; expected"),
+        ("save", "is a draft checkpoint, expected an exported draft: run export.py --load"),
+    ):
+        with pytest.raises(UserError, match=words):
+            open_source(tmp_path / name)
