@@ -2,7 +2,7 @@
 largest logit and log-sum-exp.
 
 Persistent programs, one per multiprocessor, with tiles read and written by Hopper's copy engine (tensor descriptors).
-On an H200 the product itself is as fast as cuBLAS's (docs/performance.md).
+On an H200 the product itself is as fast as cuBLAS's.
 
 R rows, H inputs, M intermediate, V columns of logits, N tiles of columns.
 """
