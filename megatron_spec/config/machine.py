@@ -21,8 +21,8 @@ class Machine:
     nothing."""
     grouped_products: bool = True
     """torch has grouped matrix products on this device."""
-    tensor_descriptors: bool = True
-    """Triton reads and writes tiles by tensor descriptors."""
+    tile_products: bool = True
+    """Triton is new enough for products by tiles (`ops/kernels/many_rows.py`): 3.6, with which they were tested."""
 
     @property
     def fp8(self) -> bool:

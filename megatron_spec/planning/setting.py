@@ -89,7 +89,7 @@ def product_epilogues(s: Setting) -> Reasons:
     return {
         **half_kernels(s),
         "the GPU is not of compute capability 9.0 (Hopper)": real and s.machine.capability != (9, 0),
-        "this Triton has no tensor descriptors (3.4 has)": real and not s.machine.tensor_descriptors,
+        "Triton is older than 3.6": real and not s.machine.tile_products,
     }
 
 

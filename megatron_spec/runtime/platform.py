@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch.overrides import TorchFunctionMode
 
 from megatron_spec.config.machine import Machine
@@ -124,7 +126,7 @@ def machine() -> Machine:
     if not has_cuda():
         return Machine(grouped_products=grouped)
     triton = importlib.util.find_spec("triton") is not None
-    tiles = triton and importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+    tiles = triton and Version(getattr(importlib.import_module("triton"), "__version__", "0")) >= Version("3.6")
     return Machine(True, torch.cuda.get_device_capability(), "triton" if triton else "none", grouped, tiles)
 
 

@@ -76,7 +76,7 @@ def _suits(x_RH: Tensor, *others: Tensor) -> bool:
 
 def _in_tiles(x: Tensor, tile: list[int]) -> Any:
     """x as the copy engine reads or writes it."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton 3.4, as the path requires
+    from triton.tools.tensor_descriptor import TensorDescriptor  # not in old Triton, where the path is off
 
     return TensorDescriptor.from_tensor(x, tile)
 

@@ -265,3 +265,17 @@ def test_when_experts_are_not_grouped(changes: dict[str, Any], reason: str) -> N
     assert {"grouped_experts", "base_direct", "cuda_graphs"} & Paths(replace(GPU, base=base)).blocked.keys() == set()
     blocked = Paths(replace(GPU, base=base, **changes)).blocked
     assert re.search(reason, blocked["grouped_experts"]) and "cuda_graphs" in blocked
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"machine": Machine(True, (10, 0), "triton")}, "compute capability 9.0"),
+        ({"machine": Machine(True, (9, 0), "triton", tile_products=False)}, "Triton is older than 3.6"),
+        ({"dtype": "float32"}, "float32, not in half precision"),
+        ({"machine": Machine()}, "no GPU"),
+    ],
+)
+def test_when_products_compute_nothing_else(changes: dict[str, Any], reason: str) -> None:
+    assert Paths(GPU).on("product_epilogues")
+    assert reason in Paths(replace(GPU, **changes)).blocked["product_epilogues"]
