@@ -75,9 +75,14 @@ def check_base(spec: CheckpointSpec, base_path: str | None) -> BaseReference:
         raise UserError(f"the base of this checkpoint is not at {path}: give its new location with --base")
     ref = inspect_exported_base(path)
     if ref.fingerprint != spec.base.fingerprint:
+        went_on = ""
+        if ref.kind == "megatron":
+            went_on = (
+                "; if it was trained on since, give the iteration of the conversion with --base FOLDER/iter_NNNNNNN"
+            )
         raise UserError(
             f"{path} is not the base this draft was made for: found fingerprint {ref.fingerprint[:16]}, "
-            f"the checkpoint expects {spec.base.fingerprint[:16]}"
+            f"the checkpoint expects {spec.base.fingerprint[:16]}{went_on}"
         )
     return ref
 

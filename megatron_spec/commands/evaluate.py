@@ -18,7 +18,7 @@ from megatron_spec.build import Loaded, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.commands.features import template_hash
 from megatron_spec.commands.runs import EvalRequest
-from megatron_spec.config import DecodeConfig, UserError
+from megatron_spec.config import DecodeConfig, QuantConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.engine import decode
@@ -73,7 +73,7 @@ class AcceptanceEvaluator:
         self.measured = {
             "eval_data": sha256_of(str(request.data)), "tokenizer": template_hash(folder, template_kwargs),
             "eval_prompts": request.num_prompts, "eval_draft_len": request.max_draft_len,
-            "eval_tokens": request.max_new_tokens,
+            "eval_tokens": request.max_new_tokens, "quantised": _quantised(loaded.spec.quant),
         }  # fmt: skip
         self.best = self._known_best() if resumed_at else 0.0
 
@@ -144,6 +144,10 @@ class AcceptanceEvaluator:
         )  # fmt: skip
         if world.rank == 0:
             write_json(self.save / BEST / "acceptance.json", record)
+
+
+def _quantised(quant: QuantConfig | None) -> str:
+    return "no" if quant is None else f"base {quant.base}, draft {quant.draft}"
 
 
 class _AgreedStop:

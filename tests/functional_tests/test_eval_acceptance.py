@@ -31,7 +31,8 @@ def train(here: Path, save: str, iterations: int, evaluated: bool = True, **opti
 
     evaluation = EvalRequest(str(here / "held_out.jsonl"), EVERY, 4, 2, 6) if evaluated else EvalRequest()
     return finetune(FinetuneRun(
-        load=str(here / "draft"), save=str(here / save), data=str(here / "train.jsonl"), seq_length=96,
+        load=str(here / options.pop("load", "draft")), save=str(here / save), data=str(here / "train.jsonl"),
+        seq_length=96,
         train=TrainConfig(
             train_iters=iterations, micro_batch_size=2, global_batch_size=4, lr=5e-3, lr_decay_style="constant",
             **options.pop("train_changes", {}),
@@ -109,6 +110,22 @@ def test_a_best_that_was_measured_otherwise_is_not_compared(here: Path, caplog: 
     train(here, "changed", 4, evaluation=EvalRequest(str(here / "held_out.jsonl"), EVERY, 4, 1, 6))
     assert "was measured differently (eval_draft_len 2 -> 1): the next measurement replaces it" in caplog.text
     assert json.loads(best.read_text())["iteration"] == 4
+
+
+def test_a_best_before_quantisation_is_not_compared(here: Path) -> None:
+    """One folder for the whole chain: its best draft is then of the run that trains what is served."""
+    from megatron_spec.checkpoint.spec import read_spec, resolve
+    from megatron_spec.commands.quantize import quantize
+
+    train(here, "qat", 2)
+    best = here / "qat" / "best" / "acceptance.json"
+    best.write_text(json.dumps({**json.loads(best.read_text()), "acceptance_length": 2.9}))
+    quantize(
+        str(here / "qat"), str(here / "qat"), data=str(here / "train.jsonl"), samples=2, seq_length=96,
+        objective=ObjectiveConfig(ttt_steps=2),
+    )  # fmt: skip
+    train(here, "qat", 2, load="qat")
+    assert read_spec(resolve(best.parent)).quant is not None
 
 
 def in_parallel(here: str, layout: dict[str, int]) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_spec import build
 from megatron_spec.checkpoint.base_import import inspect_base, load_base, load_ends
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.config import ParallelConfig, UserError
@@ -155,6 +157,18 @@ def _has_te() -> bool:
     from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 
     return bool(HAVE_TE) and torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("megatron", "give the iteration of the conversion with --base"), ("hf", "")]
+)
+def test_a_base_that_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, told: str) -> None:
+    found: Any = SimpleNamespace(fingerprint="sha256:now", kind=kind)
+    spec: Any = SimpleNamespace(base=SimpleNamespace(path=str(tmp_path), fingerprint="sha256:then"))
+    monkeypatch.setattr(build, "inspect_exported_base", lambda _: found)
+    with pytest.raises(UserError, match="is not the base this draft was made for") as error:
+        build.check_base(spec, None)
+    assert ("--base" in str(error.value)) == bool(told) and told in str(error.value)
 
 
 @pytest.mark.parametrize("given", ["", "iter_0000007", "iter_0000007/mp_rank_00"])
