@@ -39,6 +39,7 @@ from megatron_spec.decoding.drafters.user import find_drafter
 from megatron_spec.decoding.options import (
     DECODING_TYPES,
     WITHOUT_DRAFT,
+    check_confidence,
     check_lengths,
     check_options,
     check_undrafted,
@@ -195,6 +196,7 @@ def resolve(
         draft = config if kind in DECODING_TYPES.values() else None
         parallel_drafting = isinstance(config, EagleConfig) and config.parallel_drafting
         trained = _trained_steps(folder, reading) if parallel_drafting else None
+        check_confidence(decode, draft)
         check_lengths(decode, lens or (decode.max_draft_len,), draft, trained)
     if kind == "User":
         find_drafter(decode.drafter or "")

@@ -45,6 +45,8 @@ class BlockConfig(DecoderDraftConfig):
     markov_head_type: MarkovHeadType = "vanilla"
     """DSpark: the correction reads the token before a slot alone; gated by the slot's state too; or the states and
     tokens of all earlier slots, in a recurrence. vLLM and TensorRT-LLM serve vanilla alone."""
+    confidence_head: bool = True
+    """DSpark: a head that predicts whether a slot's token is accepted; without it decoding cannot truncate blocks."""
     confidence_reads_markov: bool = True
     """DSpark: the confidence head reads W1 of the token before a slot in addition to the slot's state."""
 
@@ -68,8 +70,13 @@ class BlockConfig(DecoderDraftConfig):
 
     @property
     def has_markov_head(self) -> bool:
-        """DSpark: a Markov head corrects the logits of a slot by the token before it, and a confidence head."""
+        """DSpark: a Markov head corrects the logits of a slot by the token before it."""
         return self.algorithm == "dspark"
+
+    @property
+    def has_confidence_head(self) -> bool:
+        """DSpark, unless it was left out."""
+        return self.has_markov_head and self.confidence_head
 
     @property
     def first_slot(self) -> int:
@@ -128,8 +135,13 @@ class BlockConfig(DecoderDraftConfig):
     def _validate_markov(self) -> None:
         if self.has_markov_head:
             require(self.markov_rank >= 1, "dspark needs markov_rank of at least 1, found 0")
+            require(
+                self.confidence_head or self.confidence_reads_markov,
+                "confidence_reads_markov is an option of the confidence head, found with confidence_head false: leave "
+                "it out",
+            )
             return
         default = type(self).__dataclass_fields__
-        for name in ("markov_rank", "markov_head_type", "confidence_reads_markov"):
+        for name in ("markov_rank", "markov_head_type", "confidence_head", "confidence_reads_markov"):
             value = getattr(self, name)
             require(value == default[name].default, f"{name} is an option of dspark, found with {self.algorithm}")

@@ -293,22 +293,24 @@ def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> Objecti
     if not config.has_markov_head:
         unread += ["confidence_weight", "backbone_weight", "backbone_iters"]
     _refuse_unread(objective, unread, f"no effect on {config.algorithm}")
+    if not config.has_confidence_head:
+        _refuse_unread(objective, ["confidence_weight"], "the draft has no confidence head")
     if objective.loss is None:
         objective = objective.replace(loss="ce_l1" if config.has_markov_head else "soft_ce")  # as in the papers
-    _refuse_without_owner(objective)
+    _refuse_without_owner(objective, ["confidence_weight"] if config.has_confidence_head else [])
     return objective.replace(ttt_steps=steps)
 
 
-def _refuse_without_owner(objective: ObjectiveConfig) -> None:
-    """Raise UserError for options that have no effect with the others."""
+def _refuse_without_owner(objective: ObjectiveConfig, of_heads: list[str]) -> None:
+    """Raise UserError for options that have no effect with the others. Args: of_heads: weights of other heads."""
     if objective.block_weights == "exponential":
         _refuse_unread(objective, ["pace_alpha"], "no effect without --block-weights d-pace")
     else:
         _refuse_unread(objective, ["block_gamma"], f"no effect with --block-weights {objective.block_weights}")
-    if objective.loss == "ce_l1" and not objective.ce_weight + objective.l1_weight + objective.confidence_weight:
-        raise UserError(
-            "--ce-weight, --l1-weight and --confidence-weight are all 0, so nothing is trained: leave one out"
-        )
+    weights = ["ce_weight", "l1_weight", *of_heads]
+    if objective.loss == "ce_l1" and not any(getattr(objective, n) for n in weights):
+        flags = ", ".join("--" + n.replace("_", "-") for n in weights)
+        raise UserError(f"{flags} are all 0, so nothing is trained: leave one out")
     if objective.loss != "ce_l1":
         _refuse_unread(objective, ["ce_weight", "l1_weight"], f"only for --loss ce_l1, the loss is {objective.loss}")
     if not objective.backbone_weight:

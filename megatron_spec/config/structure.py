@@ -132,7 +132,7 @@ def _block_attention(config: BlockConfig) -> Table:
 
 
 def _markov(config: BlockConfig, r: int) -> Table:
-    """DSpark's two heads. W2 starts at 0: without effect, but with a gradient."""
+    """DSpark's heads. W2 starts at 0: without effect, but with a gradient."""
     H = config.hidden_size
     table: Table = {
         "markov_head.markov_w1.weight": TensorSpec((config.vocab_size, r), 0),
@@ -143,10 +143,10 @@ def _markov(config: BlockConfig, r: int) -> Table:
         name, rows, width = shape
         table[f"markov_head.{name}.weight"] = TensorSpec((rows, width))
         table[f"markov_head.{name}.bias"] = _bias(rows, split=False)
-    table["confidence_head.proj.weight"] = TensorSpec(
-        (1, H + (r if config.confidence_reads_markov else 0)), first="zeros"
-    )
-    table["confidence_head.proj.bias"] = _bias(1, split=False)
+    if config.has_confidence_head:
+        width = H + (r if config.confidence_reads_markov else 0)
+        table["confidence_head.proj.weight"] = TensorSpec((1, width), first="zeros")
+        table["confidence_head.proj.bias"] = _bias(1, split=False)
     return table
 
 

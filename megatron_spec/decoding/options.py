@@ -95,6 +95,14 @@ def check_options(config: DecodeConfig, kind: DecodingType) -> None:
     _check_acceptance(config)
 
 
+def check_confidence(config: DecodeConfig, draft: DraftConfig | None) -> None:
+    """Raise UserError for a threshold of confidences that the draft does not predict."""
+    if config.confidence_threshold > 0 and isinstance(draft, BlockConfig) and not draft.has_confidence_head:
+        raise UserError(
+            f"--confidence-threshold {config.confidence_threshold}, but the draft has no confidence head: leave it out"
+        )
+
+
 def check_lengths(
     config: DecodeConfig, lens: Sequence[int], draft: DraftConfig | None, trained: int | None = None,
     flag: str = "--max-draft-len",

@@ -45,7 +45,7 @@ class BlockHead:
         weight_VH: this rank's rows of the base's LM head.
         low_Nr: l, the Markov head's latent vectors for the rows of all steps; complete, gradients summed likewise.
         low_weight_Vr: this rank's rows of the Markov head's output matrix.
-        confidence_N: logits of the confidence head for the rows of all steps, equal on all ranks.
+        confidence_N: logits of the confidence head for the rows of all steps, equal on all ranks; None without one.
     """
 
     rows: list[Tensor]

@@ -8,8 +8,8 @@ before the predicted one: the anchor for slot 0, else the true token in training
 - rnn: (g, c, o) = joint_proj [memory ; m ; state], l = tanh(o), and the memory, 0 before the first slot, becomes
   sigmoid(g) memory + (1 - sigmoid(g)) tanh(c)
 
-The confidence head predicts the probability that the slot's token is accepted: sigmoid(w [state ; m] + b), trained on
-1 - TV.
+The confidence head, which a configuration may leave out, predicts the probability that the slot's token is accepted:
+sigmoid(w [state ; m] + b), trained on 1 - TV.
 
 W1 is split over the vocabulary like an embedding, W2 like an LM head; the rest is replicated.
 
@@ -97,14 +97,15 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkDraft(DFlashDraft):
-    """DFlash's parameters, markov_head and confidence_head."""
+    """DFlash's parameters, markov_head and, unless it is left out, confidence_head."""
 
     def __init__(self, config: BlockConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__(config, vocab, place)
         blocks = Placement(place.group, False, place.dtype, place.device)
         self.markov_head = MarkovHead(config, blocks)
-        inputs = config.hidden_size + (config.markov_rank if config.confidence_reads_markov else 0)
-        self.confidence_head = ConfidenceHead(inputs, blocks)
+        if config.has_confidence_head:
+            inputs = config.hidden_size + (config.markov_rank if config.confidence_reads_markov else 0)
+            self.confidence_head = ConfidenceHead(inputs, blocks)
 
     def markov(self, tokens_N: Tensor) -> Tensor:
         """[N, r] rows of W1, complete on every rank."""
@@ -117,7 +118,7 @@ class DSparkDraft(DFlashDraft):
         return pad_logits(logits, self.config.vocab_size, self.tp_group)
 
     def confidence(self, states_NH: Tensor, m_Nr: Tensor) -> Tensor:
-        """[N] logits of the probability that a slot's token is accepted."""
+        """[N] logits of the probability that a slot's token is accepted, by the confidence head."""
         parts = [states_NH, m_Nr] if self.config.confidence_reads_markov else [states_NH]
         out: Tensor = self.confidence_head.proj(*parts)[:, 0]
         return out
@@ -130,6 +131,6 @@ class DSparkDraft(DFlashDraft):
         head = super().block_head(states_NH, weight_VH, plan)
         head.low_Nr = copy_to_ranks(latent_Nr, self.tp_group)
         head.low_weight_Vr = self.markov_head.markov_w2.weight  # type: ignore[assignment]
-        # As in the paper, the confidence loss also trains the backbone.
-        head.confidence_N = self.confidence(states_NH, m_Nr)
+        if self.config.has_confidence_head:  # as in the paper, its loss also trains the backbone
+            head.confidence_N = self.confidence(states_NH, m_Nr)
         return head

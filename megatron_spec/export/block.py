@@ -75,9 +75,10 @@ def _kind_keys(config: BlockConfig) -> dict[str, Any]:
     if config.has_markov_head:
         keys |= {
             "target_layer_ids": ids, "mask_token_id": config.mask_token_id, "markov_rank": config.markov_rank,
-            "markov_head_type": config.markov_head_type, "enable_confidence_head": True,
-            "confidence_head_with_markov": config.confidence_reads_markov,
+            "markov_head_type": config.markov_head_type, "enable_confidence_head": config.has_confidence_head,
         }  # fmt: skip
+        if config.has_confidence_head:
+            keys["confidence_head_with_markov"] = config.confidence_reads_markov
     return keys
 
 

@@ -57,7 +57,7 @@ def high_precision(config: Exported, fp8: set[str]) -> list[str]:
     kept = sorted({"*" + name.rpartition(".")[2] for name in quantisable(config) if name not in fp8})
     if not isinstance(config, BlockConfig):
         return DRAFT_EXCLUDES + kept
-    heads = ["*markov_head*", "*confidence_head*"] if getattr(config, "has_markov_head", False) else []
+    heads = [f"*{x}_head*" for x in ("markov", "confidence") if getattr(config, f"has_{x}_head")]
     return DRAFT_EXCLUDES + [f"*{x}_proj" for x in ("q", "k", "v", "qkv")] + heads + kept
 
 

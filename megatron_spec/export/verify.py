@@ -344,7 +344,7 @@ class _BlockInputs:
         return _BlockInputs(captures.to(world.device, dtype), torch.arange(rows, device=world.device)[None], state)
 
     def run(self, draft: Any) -> list[Tensor]:
-        """States that the LM head reads and, for DSpark, Markov logits along the block and confidences."""
+        """States that the LM head reads and, for DSpark, Markov logits along the block and any confidences."""
         context_SBH = draft.context(self.captures_SBC)
         rotation = draft.rotation(self.positions_BS.t(), context_SBH)
         after = self.positions_BS.new_tensor([len(context_SBH)])
@@ -360,7 +360,8 @@ class _BlockInputs:
             return [states]
         m = draft.markov(torch.arange(len(states), device=states.device))
         latent = draft.markov_head.steps(m.split(1), states.split(1), [after * 0] * len(states), 1)
-        return [states, draft.markov_logits(latent), draft.confidence(states, m)]
+        sure = [draft.confidence(states, m)] if draft.config.has_confidence_head else []
+        return [states, draft.markov_logits(latent), *sure]
 
 
 def two_steps(

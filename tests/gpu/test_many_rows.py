@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron_spec.ops.kernels import many_rows
 from tests.gpu.triton_device import DEVICE, INTERPRETED, MARKS
+
+many_rows: Any = pytest.importorskip("megatron_spec.ops.kernels.many_rows")
 
 pytestmark = MARKS
 DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16]

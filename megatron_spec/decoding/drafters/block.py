@@ -135,8 +135,9 @@ class DSparkDrafter(BlockDrafter):
             latent_Br, memory_Br = draft.markov_head.step(m_Br, state_BH, memory_Br)
             logits_BV = draft.logits(state_BH[None], self.base)[0] + draft.markov_logits(latent_Br)
             tokens.append(self._choose(logits_BV, context, k, q))
-            sure_B = sure_B * draft.confidence(state_BH, m_Br).float().sigmoid()
-            proposed_B = proposed_B + (sure_B >= self.threshold)
+            if self.threshold > 0:
+                sure_B = sure_B * draft.confidence(state_BH, m_Br).float().sigmoid()
+                proposed_B = proposed_B + (sure_B >= self.threshold)
         return Proposal(
             torch.stack(tokens, dim=1),
             proposed_B if self.threshold > 0 else None,

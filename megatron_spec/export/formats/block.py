@@ -21,6 +21,8 @@ from megatron_spec.export.formats.reading import (
 )
 
 _REASONS = {
+    "confidence_": "config.json says that there is no confidence head (enable_confidence_head; in ModelOpt's files "
+    "use_confidence_head)",
     "d2t": "a reduced draft vocabulary is not supported in a block draft",
     "bias": "biases are not supported in a block draft",
 }
@@ -117,7 +119,9 @@ def config_of(raw: dict[str, Any]) -> BlockConfig:
     if values["algorithm"] == "dspark":
         values["markov_rank"] = raw.get("markov_rank", 0)
         values["markov_head_type"] = raw.get("markov_head_type", "vanilla")
-        values["confidence_reads_markov"] = bool(raw.get("confidence_head_with_markov", False))
+        values["confidence_head"] = bool(raw.get("enable_confidence_head", False))
+        if values["confidence_head"]:  # others write the second option without a head, too
+            values["confidence_reads_markov"] = bool(raw.get("confidence_head_with_markov", False))
     return BlockConfig.from_dict(values)
 
 
@@ -164,7 +168,6 @@ def _options(raw: dict[str, Any]) -> list[Problem]:
         "a rotary embedding of interleaved pairs": False in (raw.get("is_neox_style"), raw.get("rope_is_neox_style")),
         f"sample_from_anchor {kind != 'dspark'}": (kind != "dspark")
         in (raw.get("sample_from_anchor"), inside.get("sample_from_anchor")),
-        "DSpark without a confidence head": kind == "dspark" and not raw.get("enable_confidence_head", False),
         f"projector_type {inside.get('projector_type')!r}": inside.get("projector_type", kind) != kind,
         f"attention_mode {inside.get('attention_mode')!r}": inside.get("attention_mode", "gqa")
         not in (

@@ -92,7 +92,8 @@ def _lift_heads(raw: dict[str, Any]) -> dict[str, Any]:
         raise UserError("dflash_config.shift_label is not true, but a slot of DSpark predicts the token after its own")
     if "use_confidence_head" in inside:  # ModelOpt's, which always reads W1
         inside["enable_confidence_head"] = inside.pop("use_confidence_head")
-        inside.setdefault("confidence_head_with_markov", True)
+        if inside["enable_confidence_head"]:
+            inside.setdefault("confidence_head_with_markov", True)
     lifted = {key: inside.pop(key) for key in _HEAD_KEYS if inside.get(key) is not None}
     for key, value in lifted.items():
         if raw.get(key, value) != value:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_spec.batch import Batch, Features
-from megatron_spec.config import DraftConfig, ObjectiveConfig, presets
+from megatron_spec.config import DraftConfig, ObjectiveConfig, UserError, presets
 from megatron_spec.decoding.drafters import build_drafter
 from megatron_spec.decoding.engine import decode
 from megatron_spec.drafts import build_draft
@@ -221,6 +221,19 @@ def test_block_is_truncated_below_the_confidence_threshold(
     head.weight.data, head.bias.data = kept
     assert found.drafted_lengths[: len(expected)] == expected and not any(found.drafted_lengths[len(expected) :])
     assert set(expected) == {0} if threshold == 1.0 else len(set(expected)) > 1, expected
+
+
+def test_dspark_without_a_confidence_head_decodes_the_same(tiny: Any, trained: dict[str, Any]) -> None:
+    whole = trained["dspark"]
+    config = whole.config.replace(confidence_head=False)
+    draft = build_draft(config, DraftVocab.full(VOCAB), tiny.base.world, torch.float32)
+    draft.load_state_dict({n: x for n, x in whole.state_dict().items() if "confidence_head" not in n})
+    found = decode(tiny.base, tiny.prompts, CONFIG, set(), draft=draft)
+    assert [g.tokens for g in found] == tiny.answers
+    with_head = decode(tiny.base, tiny.prompts, CONFIG, set(), draft=whole)
+    assert [g.accepted_lengths for g in found] == [g.accepted_lengths for g in with_head]
+    with pytest.raises(UserError, match=r"--confidence-threshold 0\.3, but the draft has no confidence head"):
+        build_drafter(draft, tiny.base, CONFIG.replace(confidence_threshold=0.3))
 
 
 def test_sampling_with_a_block_draft_keeps_the_bases_distribution(tiny: Any, trained: dict[str, Any]) -> None:

@@ -126,11 +126,11 @@ def plain_loss(
                     "hard_ce": lambda: -logq[label],
                     "ce_l1": lambda: -goal.ce_weight * logq[label] + goal.l1_weight * (q - target).abs().sum(),
                 }[goal.loss_kind]()
-                if m is not None:
-                    if goal.backbone_weight:
-                        plain = (x @ head.t()).log_softmax(-1)
-                        bare = -goal.ce_weight * plain[label] + goal.l1_weight * (plain.exp() - target).abs().sum()
-                        loss = goal.backbone_weight * bare + (1 - goal.backbone_weight) * loss
+                if m is not None and goal.backbone_weight:
+                    plain = (x @ head.t()).log_softmax(-1)
+                    bare = -goal.ce_weight * plain[label] + goal.l1_weight * (plain.exp() - target).abs().sum()
+                    loss = goal.backbone_weight * bare + (1 - goal.backbone_weight) * loss
+                if m is not None and config.confidence_head:
                     seen = torch.cat([x, m]) if config.confidence_reads_markov else x
                     logit = w["confidence_head.proj.weight"][0] @ seen + w["confidence_head.proj.bias"][0]
                     accepted = 1 - (q - target).abs().sum().detach() / 2

@@ -99,6 +99,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"algorithm": "dspark", "confidence_reads_markov": False},
         {"backbone_weight": 0.4, "block_weights": "d-pace", "confidence_weight": 0.5},
     ),
+    "dspark, no confidence head": ({"algorithm": "dspark", "confidence_head": False}, {"backbone_weight": 0.4}),
 }
 
 
@@ -157,6 +158,15 @@ def test_invalid_input_is_refused() -> None:
         block_config(markov_rank=4)
     with pytest.raises(UserError, match="dspark needs markov_rank"):
         block_config(algorithm="dspark", markov_rank=0)
+    with pytest.raises(UserError, match="confidence_head is an option of dspark"):
+        block_config(confidence_head=False)
+    bare = {"algorithm": "dspark", "confidence_head": False}
+    with pytest.raises(UserError, match="an option of the confidence head, found with confidence_head false"):
+        block_config(**bare, confidence_reads_markov=False)
+    with pytest.raises(UserError, match="--confidence-weight: the draft has no confidence head; leave it out"):
+        presets.objective_for(block_config(**bare), ObjectiveConfig(confidence_weight=0.5))
+    with pytest.raises(UserError, match="--ce-weight, --l1-weight are all 0, so nothing is trained"):
+        presets.objective_for(block_config(**bare), ObjectiveConfig(ce_weight=0.0, l1_weight=0.0))
     with pytest.raises(UserError, match=r"ascending and in 0\.\.7"):
         block_config(capture_layer_ids=(3, 8))
     for full, window in (((0, 1), 5), ((2,), 5), ((1, 0), 5), ((0,), None)):

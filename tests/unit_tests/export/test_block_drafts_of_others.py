@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[str, Json]] = {
     "mixed, open": ("dflash", {**SHAPE, "sliding_window": 5, "full_attention_layers": (0,)}),
     "dspark": ("dspark", SHAPE),
     "dspark, plain confidence": ("dspark", {**SHAPE, "confidence_reads_markov": False}),
+    "dspark, no confidence": ("dspark", {**SHAPE, "confidence_head": False}),
     "gated": ("dspark", {**SHAPE, "markov_head_type": "gated"}),
     "rnn": ("dspark", {**SHAPE, "markov_head_type": "rnn"}),
 }
@@ -72,7 +73,8 @@ def of_speculators(c: Json, t: Tensors, **more: Any) -> tuple[Json, Tensors]:
 def of_specforge(c: Json, t: Tensors, **inside: Any) -> tuple[Json, Tensors]:
     """As SpecForge 0.2.0 exports DSpark with --to hf."""
     nested = {"attention_mode": "gqa", "confidence_head_alpha": 1.0, "projector_type": "dspark"}
-    nested |= {"mask_token_id": MASK, "target_layer_ids": list(IDS), **{k: c[k] for k in _HEADS}, **inside}
+    heads = {k: c[k] for k in _HEADS if k in c}
+    nested |= {"mask_token_id": MASK, "target_layer_ids": list(IDS), **heads, **inside}
     raw = drop(c, *_HEADS, "is_causal", "target_layer_ids", "mask_token_id", "draft_vocab_size")
     auto = {"auto_map": {"AutoModel": "dspark.DSparkDraftModel"}, "target_hidden_size": None}
     return {**raw, **auto, "architectures": ["DSparkDraftModel"], "dflash_config": nested}, t
@@ -83,7 +85,8 @@ def of_modelopt(c: Json, t: Tensors, **inside: Any) -> tuple[Json, Tensors]:
     raw, _ = of_specforge(c, t)
     nested = {
         "mask_token_id": MASK, "target_layer_ids": list(IDS), "projector_type": "dspark", "shift_label": True,
-        "markov_rank": c["markov_rank"], "markov_head_type": c["markov_head_type"], "use_confidence_head": True,
+        "markov_rank": c["markov_rank"], "markov_head_type": c["markov_head_type"],
+        "use_confidence_head": c["enable_confidence_head"],
     } | inside  # fmt: skip
     renamed = {
         n.replace("confidence_head.proj", "confidence_proj").removeprefix("markov_head."): x for n, x in t.items()
@@ -115,6 +118,12 @@ READ: dict[str, tuple[str, Change]] = {
     "specforge, old names": ("gated", logit_heads),
     "specforge, all at the top": ("dspark", lambda c, t: ({**c, "architectures": ["DSparkDraftModel"]}, t)),
     "modelopt": ("dspark", of_modelopt),
+    "speculators, no confidence": (
+        "dspark, no confidence", lambda c, t: of_speculators(c, t, confidence_head_with_markov=True)
+    ),
+    "specforge, no confidence": ("dspark, no confidence", of_specforge),
+    "modelopt, no confidence": ("dspark, no confidence", of_modelopt),
+    "no word of a confidence head": ("dspark, no confidence", lambda c, t: (drop(c, "enable_confidence_head"), t)),
     "modelopt, gated": ("gated", of_modelopt),
     "modelopt, rnn": ("rnn", of_modelopt),
 }  # fmt: skip
@@ -149,7 +158,7 @@ def test_drafts_of_others_load_unchanged(home: Home, tmp_path: Path, name: str) 
     assert told == [(f.rule, f.engines) for f in check_folder(home.root / kind, base=home.base)]
 
 
-@pytest.mark.parametrize("name", ["speculators, dspark", "specforge", "modelopt"])
+@pytest.mark.parametrize("name", ["speculators, dspark", "specforge", "modelopt", "modelopt, no confidence"])
 def test_training_from_a_draft_of_others(home: Home, tmp_path: Path, name: str) -> None:
     kind, change = READ[name]
     folder = write(tmp_path / "d", *change(*ours(home, kind)))
@@ -208,8 +217,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "another kind": (
         "dflash", lambda c, t: of_speculators(c, t, speculators_model_type="dflash2"), "'dflash2' is not supported"
     ),
+    "a confidence head that should not be there": (
+        "dspark", lambda c, t: of_modelopt(c, t, use_confidence_head=False), "says that there is no confidence head"
+    ),
     "no confidence head": (
-        "dspark", lambda c, t: of_modelopt(c, t, use_confidence_head=False), "DSpark without a confidence head"
+        "dspark, no confidence", lambda c, t: of_modelopt(c, t, use_confidence_head=True), "confidence_head.proj.bias"
     ),
     "an unshifted label": ("dspark", lambda c, t: of_modelopt(c, t, shift_label=False), "shift_label is not true"),
     "two ranks": (
@@ -243,6 +255,8 @@ def test_engines_of_the_forms_of_others(home: Home, tmp_path: Path) -> None:
         "speculators, dspark": {},
         "speculators, gated": {"served": {"vllm"}},
         "specforge": {"form": {"vllm"}},
+        "no word of a confidence head": {},
+        "modelopt, no confidence": {"form": {"vllm", "sglang", "trtllm"}},
         "modelopt": {"form": {"vllm", "sglang", "trtllm"}},
     }
     for name, rules in expected.items():
