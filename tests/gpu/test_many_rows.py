@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from tests.gpu.triton_device import DEVICE, INTERPRETED, MARKS
+from tests.gpu.triton_device import COMPILED, DEVICE, INTERPRETED, MARKS, variants
 
 many_rows: Any = pytest.importorskip("megatron_spec.ops.kernels.many_rows")
 
@@ -92,15 +92,13 @@ def test_columns_of_minus_infinity() -> None:
     torch.testing.assert_close(lse.double(), (out.double() / 0.7).logsumexp(1), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
+@COMPILED
 def test_other_numbers_of_rows_compile_nothing() -> None:
     def compiled(R: int) -> int:
-        """Variants of kernels after products of R rows."""
         x, weight = draw(DTYPES[0], R, 64), draw(DTYPES[0], 512, 64)
         many_rows.largest_product(x, weight, 1.0, x.new_empty(R, 512))
         many_rows.gated_product(x, weight, x.new_empty(R, 256))
-        kernels = (many_rows._gated_kernel, many_rows._largest_kernel, many_rows._over_tiles_kernel)
-        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+        return variants(many_rows)
 
     assert compiled(1040) == compiled(1030) > 0
 
