@@ -158,7 +158,7 @@ class KernelOperators(PlainOperators):
 
     def gated_product(self, activation: Any, module: Any, training: bool) -> Any:
         """See `PlainOperators.gated_product`."""
-        if not (self.epilogues and training and module.bias is None):
+        if not self._includes(module, training):
             return super().gated_product(activation, module, training)
         out = activation.new_empty(len(activation), len(module.weight) // 2)
         self.kernels.gated_product(activation, module.weight, out)
@@ -166,6 +166,10 @@ class KernelOperators(PlainOperators):
 
     def adds(self, module: Any, training: bool) -> bool:
         """See `PlainOperators.adds`."""
+        return self._includes(module, training)
+
+    def _includes(self, module: Any, training: bool) -> bool:
+        """True if the product with the module's weight computes what follows it."""
         return self.epilogues and training and module.bias is None
 
 

@@ -232,7 +232,7 @@ class TeacherHead:
             whole, argmax = self._whole(state, weight_VH)
             parts.append(self.kernels.teacher_rows(whole, *ids, temperature, out, argmax))
         lse, argmax, label, inside = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
-        return Teacher(logits, lse, argmax, label, inside)
+        return Teacher(logits, lse, argmax, label, inside, self.share.start, self.columns)
 
     def _whole(self, state_UH: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor | None]:
         """(logits of the whole vocabulary [U, V], in fp8 if the base has its head in fp8; their argmax, if known)."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron_spec.ops.kernels import many_rows
-from tests.gpu.triton_device import DEVICE, INTERPRETED, MARKS
+from tests.gpu.triton_device import COMPILED, DEVICE, INTERPRETED, MARKS, variants
+
+many_rows: Any = pytest.importorskip("megatron_spec.ops.kernels.many_rows")
 
 pytestmark = MARKS
 DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16]
@@ -58,7 +61,7 @@ def test_gate(R: int, H: int, M: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_largest(R: int, H: int, V: int, temperature: float, dtype: torch.dtype) -> None:
     x, weight = draw(dtype, R, H), draw(dtype, V, H, scale=H**-0.5)
-    weight[V // 2] = weight[V // 3]  # the first of equal logits counts
+    weight[[V // 2, V - 1]] = weight[V // 3].clone()  # the first of equal logits counts, in a tile and over tiles
     x[R // 2] = 3 * weight[V // 3] / weight[V // 3].norm() ** 2
     for masses in (True, False):
         out = x.new_empty(R, V)
@@ -79,18 +82,41 @@ def test_nan_is_not_an_index() -> None:
     assert lse[129].isnan() and not lse[:129].isnan().any() and 0 <= int(best[129]) < 512
 
 
+def test_columns_of_minus_infinity() -> None:
+    """Half a tile, and a whole one: they add nothing to a sum."""
+    x, weight = draw(DTYPES[0], 130, 64).abs() + 0.1, draw(DTYPES[0], 512, 64)
+    weight[128:] = torch.finfo(DTYPES[0]).min
+    out = x.new_empty(130, 512)
+    _, lse, best = many_rows.largest_product(x, weight, 0.7, out)
+    assert out[:, 128:].isneginf().all() and torch.equal(best, out.float().argmax(1))
+    torch.testing.assert_close(lse.double(), (out.double() / 0.7).logsumexp(1), atol=1e-5, rtol=1e-5)
+
+
+@COMPILED
+def test_other_numbers_of_rows_compile_nothing() -> None:
+    def compiled(R: int) -> int:
+        x, weight = draw(DTYPES[0], R, 64), draw(DTYPES[0], 512, 64)
+        many_rows.largest_product(x, weight, 1.0, x.new_empty(R, 512))
+        many_rows.gated_product(x, weight, x.new_empty(R, 256))
+        return variants(many_rows)
+
+    assert compiled(1040) == compiled(1030) > 0
+
+
 @pytest.mark.parametrize("columns", [8, 12], ids=["aligned", "not aligned"])
 def test_few_or_uneven_rows(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where tiles do not pay, or rows do not start at multiples of 16 bytes, a product and a pass compute the same."""
     dtype = DTYPES[0]
     if columns % 8 == 0:
         monkeypatch.setattr(many_rows, "MANY", 1000)
-    x, weight = draw(dtype, 40, 64), draw(dtype, 2 * columns + 1, 64, scale=0.1)
+    V = 2 * columns + (columns % 8 > 0)
+    x, weight = draw(dtype, 40, 64), draw(dtype, V, 64, scale=0.1)
     monkeypatch.setattr(many_rows, "_in_tiles", lambda *_: pytest.fail("not by tiles"))
-    out = x.new_empty(40, 2 * columns + 1)
-    _, lse, best = many_rows.largest_product(x, weight, 1.0, out)
-    torch.testing.assert_close(lse.double(), out.double().logsumexp(1), atol=1e-4, rtol=1e-4)
-    assert torch.equal(best, out.float().argmax(1))
+    for masses in (True, False):
+        out = x.new_empty(40, V)
+        _, lse, best = many_rows.largest_product(x, weight, 1.0, out, masses)
+        torch.testing.assert_close(lse.double(), out.double().logsumexp(1), atol=1e-4, rtol=1e-4)
+        assert torch.equal(best, out.float().argmax(1))
     if columns % 8:
         x, weight = draw(dtype, 40, 60), draw(dtype, 2 * columns, 60, scale=0.1)
         weight = torch.cat([weight, weight], 1)[:, 1:61]

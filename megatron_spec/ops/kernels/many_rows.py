@@ -2,7 +2,7 @@
 largest logit and log-sum-exp.
 
 Persistent programs, one per multiprocessor, with tiles read and written by Hopper's copy engine (tensor descriptors).
-On an H200 the product itself is as fast as cuBLAS's.
+On an H200 the product itself is as fast as cuBLAS's. Kernels do not recompile for another number of rows.
 
 R rows, H inputs, M intermediate, V columns of logits, N tiles of columns.
 """
@@ -29,7 +29,7 @@ ROWS, COLUMNS, INPUTS = 128, 256, 64
 """Of a tile: its accumulators fill the registers of eight warps."""
 GROUP = 16
 """Tiles of rows that are computed for one tile of columns after another, so that both stay in the L2 cache."""
-LOW = tl.constexpr(-1.0e30)  # finite, so that columns outside the matrix add 0 instead of NaN
+LOW = tl.constexpr(-1.0e30)  # finite, so that columns outside the matrix, and those of -inf, add 0 instead of NaN
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _gated_kernel(
     x_at, weight_at, gate_up_at, out_at, R, M, H, PROGRAMS: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
@@ -115,14 +115,14 @@ def _row_sums(z, col, V, per_log2, MASSES: tl.constexpr, UNEVEN: tl.constexpr, W
     """
     if UNEVEN:
         z = tl.where((col + tl.arange(0, WIDTH) < V)[None, :], z, LOW)
-    top = tl.max(z, axis=1)
+    top = tl.maximum(tl.max(z, axis=1), LOW)
     mass = top
     if MASSES:
         mass = tl.sum(tl.exp2(z * per_log2 - (top * per_log2)[:, None]), axis=1)
     return top, mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _largest_kernel(
     x_at, weight_at, out_at, top_ptr, mass_ptr, R, V, H, per_log2, PROGRAMS: tl.constexpr, MASSES: tl.constexpr,
     UNEVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
@@ -149,7 +149,7 @@ def _largest_kernel(
             tl.store(mass_ptr + at, mass, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _over_tiles_kernel(
     z_ptr, z_stride, tops_ptr, masses_ptr, top_ptr, lse_ptr, best_ptr, R, V, N, inverse_temperature, per_log2,
     MASSES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -165,10 +165,10 @@ def _over_tiles_kernel(
         masses = tl.load(masses_ptr + at, mask=mask, other=0.0) * tl.exp2((tops - top[:, None]) * per_log2)
         mass = tl.where(inside, tl.sum(masses, axis=1), 1.0)
         tl.store(lse_ptr + rows, top * inverse_temperature + tl.log(mass), mask=inside)
-    tile = tl.min(tl.where(tops == top[:, None], lanes[None, :], N - 1), axis=1)  # of a row of NaN: the last one
+    tile = tl.min(tl.where(tops == top[:, None], lanes[None, :], N - 1), axis=1)
     cols = tile[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     z = tl.load(z_ptr + rows[:, None] * z_stride + cols, mask=inside[:, None] & (cols < V), other=LOW).to(tl.float32)
-    best = tl.min(tl.where(z == top[:, None], cols, V - 1), axis=1)
+    best = tl.min(tl.where(z == top[:, None], cols, V - 1), axis=1)  # of a row of NaN or -inf: one that can be read
     tl.store(best_ptr + rows, best.to(tl.int64), mask=inside)
 
 
@@ -185,19 +185,20 @@ def largest_product(
     if H < MANY_INPUTS or (masses and uneven) or not _suits(x_RH, weight_VH, out_RV):
         return largest(torch.mm(x_RH, weight_VH.t(), out=out_RV), temperature)
     N, inverse = triton.cdiv(V, COLUMNS), 1.0 / temperature
-    top, lse = torch.empty(2, R, dtype=torch.float32, device=device)
+    # one by one: a pointer that is not aligned, as to a second row, would compile the kernels again
+    top, lse, tops = (torch.empty(*shape, dtype=torch.float32, device=device) for shape in ((R,), (R,), (R, N)))
+    sums = torch.empty_like(tops) if masses else tops
     best = torch.empty(R, dtype=torch.int64, device=device)
-    sums = torch.empty(1 + masses, R, N, dtype=torch.float32, device=device)
     programs = _programs(device)
     _largest_kernel[(programs,)](
         _in_tiles(x_RH, [ROWS, INPUTS]), _in_tiles(weight_VH, [COLUMNS, INPUTS]),
-        _in_tiles(out_RV, [ROWS, COLUMNS // 2]), sums[0], sums[-1], R, V, H, inverse * LOG2_E, programs, masses,
+        _in_tiles(out_RV, [ROWS, COLUMNS // 2]), tops, sums, R, V, H, inverse * LOG2_E, programs, masses,
         uneven, **_TILES, num_warps=8, num_stages=3,
     )  # fmt: skip
     block = triton.next_power_of_2(N)
-    rows = max(1, 2048 // block)
+    rows = max(1, min(64, 2048 // block))  # their logits of a tile fit the registers
     _over_tiles_kernel[(triton.cdiv(R, rows),)](
-        out_RV, out_RV.stride(0), sums[0], sums[-1], top, lse, best, R, V, N, inverse, inverse * LOG2_E, masses,
+        out_RV, out_RV.stride(0), tops, sums, top, lse, best, R, V, N, inverse, inverse * LOG2_E, masses,
         COLUMNS, rows, block, num_warps=4,
     )  # fmt: skip
     return top, lse, best

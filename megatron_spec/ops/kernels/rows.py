@@ -83,7 +83,7 @@ def norm_forward(
     return rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _norm_backward_kernel(
     x_ptr, rstd_ptr, dy1_ptr, w1_ptr, dw1_ptr, dy2_ptr, w2_ptr, dw2_ptr, place_ptr, add_ptr, dx_ptr, R, H,
     HAS_1: tl.constexpr, HAS_2: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_ADD: tl.constexpr, HAS_DX: tl.constexpr,
@@ -195,7 +195,7 @@ def gated_backward(x_RX: Tensor, dh_RM: Tensor, h_RM: Tensor) -> None:
     _gated_kernel[(R, triton.cdiv(M, block))](x_RX, h_RM, dh_RM, M, True, block, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "R", "later"])
 def _shifted_sum_kernel(
     x_ptr, first_ptr, place_ptr, out_ptr, P, R, later, W, B, steps,
     HAS_FIRST: tl.constexpr, HAS_PLACE: tl.constexpr, BLOCK: tl.constexpr,

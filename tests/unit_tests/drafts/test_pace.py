@@ -22,9 +22,9 @@ D = 12
 ALIGNMENTS = ("serving", "paper", "target")
 
 
-def use_kernel(draft: EagleDraft) -> None:
-    """Only the loss kernel's plain twin."""
-    others = tuple(name for name in PATHS if name != "loss_kernel")
+def use_kernel(draft: EagleDraft, *more: str) -> None:
+    """Only the plain twin of the loss kernel, and of these paths."""
+    others = tuple(name for name in PATHS if name not in ("loss_kernel", *more))
     draft.paths = Paths(Setting(Machine(kernels="plain"), draft=draft.config, off=others))
 
 
@@ -32,7 +32,7 @@ def use_kernel(draft: EagleDraft) -> None:
 def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the loss operators that ran."""
     found: list[str] = []
-    for name in ("largest", "soft_rows", "mixed_rows"):
+    for name in ("largest", "largest_product", "soft_rows", "mixed_rows"):
         inner = getattr(plain, name)
         monkeypatch.setattr(plain, name, lambda *a, n=name, f=inner: found.append(n) or f(*a))
     return found
@@ -68,14 +68,24 @@ def test_with_the_loss_kernel(alignment: Any, loss: Any, operators: list[str], m
     assert {*operators} == {"largest", whole} and operators.count("largest") == operators.count(whole) > 2
 
 
-def check(objective: ObjectiveConfig, kernel: bool) -> None:
+@pytest.mark.parametrize("weights", ["decay", "d-pace"])
+@pytest.mark.parametrize("loss", ["soft_ce", "kl", "hard_ce", "tv"])
+def test_with_sums_of_the_product(weights: Any, loss: Any, operators: list[str], monkeypatch: Any) -> None:
+    """Loss and weights take the log-sum-exps that the product found, and do not look for them again."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", {"cpu": 9 * 8 * D})
+    goal = ObjectiveConfig(ttt_steps=4, step_weights=weights, loss=loss, temperature=0.8)
+    check(goal, True, "product_epilogues")
+    assert {*operators} == {"largest_product"} and len(operators) > 2
+
+
+def check(objective: ObjectiveConfig, kernel: bool, *more: str) -> None:
     """Losses, metrics and every gradient in fp64."""
     draft, ends = make(eagle_config())
     parameters = {n: p.detach().clone().requires_grad_() for n, p in draft.named_parameters()}
     f = features(conversations(), draft.config, torch.float64)
     total, stats = PlainEagle(draft.config, parameters, ends, draft.vocab)(f, objective)
     if kernel:
-        use_kernel(draft)
+        use_kernel(draft, *more)
     assert_same(draft, draft(f, ends, objective), total, stats, parameters)
 
 

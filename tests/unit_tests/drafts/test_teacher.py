@@ -1,4 +1,4 @@
-"""The teacher of a split head by its kernels' plain twins, against the plain teacher of the same ranks."""
+"""The teacher by its kernels' plain twins, of a whole or split head, against the plain teacher of the same ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCABULARIES = {
 }  # fmt: skip
 
 
-def compare() -> list[int]:
+def compare(epilogues: bool) -> list[int]:
     """Rows whose argmax is in the draft vocabulary, of each vocabulary."""
     platform.activate()
     dist.init_process_group("gloo")
@@ -38,10 +38,10 @@ def compare() -> list[int]:
         vocab = DraftVocab(ids, V)
         for temperature in (1.0, 1.7):
             expected = TeacherHead(ends, vocab, group)(state, temperature)
-            found = TeacherHead(ends, vocab, group, plain)(state, temperature)
+            head = TeacherHead(ends, vocab, group, plain, epilogues)
+            found, empty = head(state, temperature), head(state[:0], temperature)
             for name, value in vars(expected).items():
                 torch.testing.assert_close(getattr(found, name), value, msg=lambda m, name=name: f"{name}: {m}")
-            empty = TeacherHead(ends, vocab, group, plain)(state[:0], temperature)
             assert len(empty.lse_U) == len(empty.label_U) == 0
         counts.append(int(expected.in_vocab_U.sum()))
     return counts
@@ -67,7 +67,8 @@ def test_another_head_has_another_teacher() -> None:
     assert run_world(1, heads_over_time) == [[True, True, True]]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_kernels_over_ranks(size: int) -> None:
-    for counts in run_world(size, compare):
+@pytest.mark.parametrize("epilogues", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_kernels(size: int, epilogues: bool) -> None:
+    for counts in run_world(size, compare, epilogues):
         assert all(0 < count < 40 for count in counts[:3]) and counts[3] == 40
