@@ -246,8 +246,8 @@ def test_conflicting_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "it belongs to --export-algorithm medusa" in refuse(
         "convert_model", *where, "--export-num-medusa-heads", 3
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"--export-eagle-algorithm, --draft-vocab contradict.*algorithm eagle"):
-        DraftRequest(algorithm="medusa", eagle_algorithm="eagle3", draft_vocab="vocab")
+    with pytest.raises(UserError, match=r"--export-eagle-algorithm, --eagle-config contradict.*algorithm eagle"):
+        DraftRequest(algorithm="medusa", eagle_algorithm="eagle3", eagle_config="file")
     script = runpy.run_path(str(SCRIPTS / "convert_model.py"))
     with pytest.raises(SystemExit):
         script["parser"]().parse_args([*where, "--export-algorithm", "eagle", "--export-algorithm", "medusa"])
