@@ -67,7 +67,7 @@ def draft_vocabulary(path: str | None, overrides: dict[str, Any], vocab_size: in
     if vocab.vocab_size != vocab_size:
         raise UserError(f"{path} was made for a vocabulary of {vocab.vocab_size} tokens, the base has {vocab_size}")
     if wanted not in (None, len(vocab)):
-        raise UserError(f"--eagle-config says draft_vocab_size {wanted}, {path} holds {len(vocab)} tokens")
+        raise UserError(f"draft_vocab_size is {wanted}, but {path} holds {len(vocab)} tokens")
     return vocab
 
 
@@ -94,7 +94,7 @@ def _plan_new(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, D
         overrides = {k: v for k, name in names.items() if (v := getattr(request, name)) is not None}
     else:
         overrides = read_object(request.draft_config) if request.draft_config else {}
-    vocab = DraftVocab.full(ref.config.vocab_size)
+    vocab = draft_vocabulary(request.draft_vocab, overrides, ref.config.vocab_size)
     return fresh_config(ref, request.algorithm, overrides, vocab), vocab
 
 
@@ -197,12 +197,13 @@ def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab
     algorithm = overrides.pop("algorithm", "eagle3" if kind == "eagle" else kind)
     if draft_kinds().get(algorithm) is not cls or kind not in ("eagle", algorithm):
         raise UserError(f"convert: a draft of kind {kind!r} cannot have the algorithm {algorithm!r}")
-    if cls is not EagleConfig and len(vocab) != vocab.vocab_size:
+    if cls is MedusaConfig and len(vocab) != vocab.vocab_size:
         raise UserError(f"convert: a draft of kind {kind!r} has the whole vocabulary of the base: leave vocab out")
     if cls is MedusaConfig:
         return presets.medusa_config(ref.config, **overrides)
     if cls is BlockConfig:
-        return presets.block_config(ref.config, algorithm, with_mask_token(ref, overrides))
+        overrides = {"draft_vocab_size": len(vocab), **with_mask_token(ref, overrides)}
+        return presets.block_config(ref.config, algorithm, overrides)
     return _eagle_config(ref, algorithm, from_modelopt(overrides, algorithm), vocab)
 
 

@@ -28,6 +28,8 @@ class BlockConfig(DecoderDraftConfig):
     """Token of every slot but the first: in the base's embedding, never in text."""
     capture_layer_ids: tuple[int, ...]
     """Base layers whose outputs are the context, from 0, ascending."""
+    draft_vocab_size: int = 0
+    """Tokens that the draft can propose; 0: all of the base's."""
     block_size: int = 8
     """Slots of a block, the anchor included."""
     num_hidden_layers: int = 2
@@ -58,7 +60,6 @@ class BlockConfig(DecoderDraftConfig):
     moe: ClassVar[None] = None
     reads_captures: ClassVar[bool] = False
     """Of EAGLE-3's first layer; a block draft reads captures as its context."""
-    own_head: ClassVar[bool] = False
     of_base: ClassVar[bool] = False
     own_embedding: ClassVar[bool] = False
     own_embed_tokens: ClassVar[bool] = False
@@ -67,6 +68,21 @@ class BlockConfig(DecoderDraftConfig):
     layer_in_base: ClassVar[int | None] = None
     regresses_state: ClassVar[bool] = False
     is_module: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size == 0:
+            object.__setattr__(self, "draft_vocab_size", self.vocab_size)
+        super().__post_init__()
+
+    @property
+    def own_head(self) -> bool:
+        """A frozen copy of the LM head's rows for a reduced draft vocabulary; else the base's LM head."""
+        return self.draft_vocab_size < self.vocab_size
+
+    @property
+    def frozen_head(self) -> bool:
+        """A head of its own is never trained."""
+        return self.own_head
 
     @property
     def has_markov_head(self) -> bool:
@@ -97,11 +113,6 @@ class BlockConfig(DecoderDraftConfig):
         """Width of the base."""
         return self.hidden_size
 
-    @property
-    def draft_vocab_size(self) -> int:
-        """The base's head covers the whole vocabulary."""
-        return self.vocab_size
-
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
         self.rope.check_draft()
@@ -114,6 +125,7 @@ class BlockConfig(DecoderDraftConfig):
             f"capture_layer_ids must be distinct, ascending and in 0..{self.num_target_layers - 1}, found {list(ids)}",
         )
         self._validate_mask_token_id(self.mask_token_id)
+        self._validate_draft_vocab_size(self.draft_vocab_size)
         self._validate_layers()
         require(
             self.block_size <= self.max_position_embeddings,

@@ -62,6 +62,12 @@ class DecoderDraftConfig(Config):
             f"{self.num_key_value_heads}",
         )
 
+    def _validate_draft_vocab_size(self, size: int) -> None:
+        require(
+            0 < size <= self.vocab_size,
+            f"draft_vocab_size {size} must be between 1 and the base's vocabulary {self.vocab_size}",
+        )
+
     def _validate_mask_token_id(self, token: int) -> None:
         require(
             0 <= token < self.vocab_size,

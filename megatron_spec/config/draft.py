@@ -201,10 +201,7 @@ def _check_sizes(config: EagleConfig) -> None:
         all(a < b for a, b in itertools.pairwise(ids)),
         f"capture_layer_ids must be distinct and ascending, found {list(ids)}",
     )
-    require(
-        0 < config.draft_vocab_size <= config.vocab_size,
-        f"draft_vocab_size {config.draft_vocab_size} must be between 1 and the base's vocabulary {config.vocab_size}",
-    )
+    config._validate_draft_vocab_size(config.draft_vocab_size)
 
 
 @dataclass(frozen=True)

@@ -289,9 +289,9 @@ def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> Objecti
             f"--ttt-steps {objective.ttt_steps}, but a block of {config.block_size} proposes {steps} tokens: leave it "
             "out"
         )
-    unread = ["step_decay", "step_weights", "alignment", "detach", "in_vocab_only", "replay_weight"]
-    if not config.has_markov_head:
-        unread += ["confidence_weight", "backbone_weight", "backbone_iters"]
+    unread = ["step_decay", "step_weights", "alignment", "detach", "replay_weight"]
+    unread += [] if config.own_head else ["in_vocab_only"]
+    unread += [] if config.has_markov_head else ["confidence_weight", "backbone_weight", "backbone_iters"]
     _refuse_unread(objective, unread, f"no effect on {config.algorithm}")
     if not config.has_confidence_head:
         _refuse_unread(objective, ["confidence_weight"], "the draft has no confidence head")

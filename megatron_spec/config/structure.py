@@ -117,6 +117,8 @@ def _block(config: BlockConfig) -> Table:
         "hidden_norm.weight": _norm(H),
         FINAL_NORM: _norm(H, FINAL_NORM),
     }
+    if config.own_head:
+        table["lm_head.weight"] = TensorSpec((config.draft_vocab_size, H), 0, first="head")
     for i, prefix in enumerate(layer_names(config)):
         layer = {"input_layernorm.weight": _norm(H), **_block_attention(config)}
         layer |= {"post_attention_layernorm.weight": _norm(H, "post_attention_layernorm.weight"), **_mlp(config)}
@@ -136,7 +138,7 @@ def _markov(config: BlockConfig, r: int) -> Table:
     H = config.hidden_size
     table: Table = {
         "markov_head.markov_w1.weight": TensorSpec((config.vocab_size, r), 0),
-        "markov_head.markov_w2.weight": TensorSpec((config.vocab_size, r), 0, first="zeros"),
+        "markov_head.markov_w2.weight": TensorSpec((config.draft_vocab_size, r), 0, first="zeros"),
     }
     inner = {"vanilla": None, "gated": ("gate_proj", r, H + r), "rnn": ("joint_proj", 3 * r, H + 2 * r)}
     if (shape := inner[config.markov_head_type]) is not None:

@@ -91,7 +91,8 @@ class ObjectiveConfig(Config):
     alignment: Alignment = "serving"
     """Which base row supervises a draft step: as engines verify it, as in the EAGLE-3 paper, or the next token."""
     in_vocab_only: bool = True
-    """Exclude from the loss rows whose most likely token under the base is outside the draft vocabulary."""
+    """Exclude from the loss rows whose most likely token under the base (in block drafts, too, whose token of the text,
+    where the loss reads it) is outside the draft vocabulary."""
     detach: bool = False
     """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
     replay_weight: float = 1.0

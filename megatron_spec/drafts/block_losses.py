@@ -192,27 +192,33 @@ class _Rows:
         return out
 
 
-def _step_weights(head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig) -> Tensor:
-    """[N] exponential weights."""
+def _step_weights(head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig, counted_U: Tensor | None) -> Tensor:
+    """[N] exponential weights; 0 for rows that do not count."""
     gamma = objective.block_gamma or block.default_gamma(plan.slots)
     rows = plan.supervision.rows
     weights = block.exponential_weights(len(rows), gamma)
     wide = torch.promote_types(head.weight_VH.dtype, torch.float32)
-    return torch.cat([torch.full_like(r, w, dtype=wide) for r, w in zip(rows, weights, strict=True)])
+    found_N = torch.cat([torch.full_like(r, w, dtype=wide) for r, w in zip(rows, weights, strict=True)])
+    return found_N if counted_U is None else found_N * counted_U[torch.cat(plan.supervision.teacher_rows)]
 
 
-def _pace(plan: BlockPlan, objective: ObjectiveConfig, order_N: Tensor, wide: torch.dtype) -> Pace:
+def _pace(
+    plan: BlockPlan, objective: ObjectiveConfig, order_N: Tensor, wide: torch.dtype, counted_U: Tensor | None
+) -> Pace:
     """Args: order_N: of the rows."""
     block_N, step_N = plan.places()
     shape = (len(plan.tokens_P), len(plan.supervision.rows))
     counted_N = torch.ones_like(order_N, dtype=wide)
+    if counted_U is not None:
+        counted_N = counted_U[torch.cat(plan.supervision.teacher_rows)[order_N]].to(wide)
     return Pace((block_N[order_N], step_N[order_N]), shape, objective.pace_alpha, counted_N)
 
 
 @torch.no_grad()
 def _paced_weights(
-    head: BlockHead, plan: BlockPlan, labelled: Teacher, objective: ObjectiveConfig, group: dist.ProcessGroup
-) -> Tensor:
+    head: BlockHead, plan: BlockPlan, labelled: Teacher, objective: ObjectiveConfig, group: dist.ProcessGroup,
+    counted_U: Tensor | None,
+) -> Tensor:  # fmt: skip
     """[N] D-PACE weights, from products with the vocabulary of their own, chunk by chunk."""
     x_NH, rows_N, found = torch.cat(head.rows), torch.cat(plan.supervision.teacher_rows), []
     wide = torch.promote_types(x_NH.dtype, torch.float32)
@@ -221,12 +227,34 @@ def _paced_weights(
         head.add_low_(logits, part)
         found.append(block.label_probabilities(logits, labelled, rows_N[part], objective.temperature, group))
     q_N = torch.cat(found) if found else x_NH.new_zeros(0, dtype=wide)
-    return _pace(plan, objective, torch.arange(len(q_N), device=q_N.device), wide).weights(q_N)
+    return _pace(plan, objective, torch.arange(len(q_N), device=q_N.device), wide, counted_U).weights(q_N)
+
+
+def _against_text(
+    plan: BlockPlan, teacher: Teacher, objective: ObjectiveConfig, ids_V: Tensor | None, own: OwnLoss | None
+) -> tuple[Teacher, Tensor | None]:
+    """(the teacher with the tokens of the text as labels, bool [U] rows that count; None: all of them).
+
+    A token that a reduced vocabulary lacks is replaced by the base's choice in it, and its row does not count where the
+    loss or its weight reads the text.
+    """
+    if ids_V is None:
+        return dataclasses.replace(teacher, label_U=plan.labels_U), None
+    text_U = ids_V[plan.labels_U]
+    known_U = text_U >= 0
+    label_U = torch.where(known_U, text_U, teacher.label_U)
+    labelled = dataclasses.replace(teacher, label_U=label_U, in_vocab_U=known_U)
+    if not objective.in_vocab_only:
+        return labelled, None
+    loss_reads_text = own is None and objective.loss_kind in ("hard_ce", "ce_l1")
+    if loss_reads_text or objective.block_weights != "exponential":
+        return labelled, teacher.in_vocab_U & known_U
+    return labelled, teacher.in_vocab_U
 
 
 def block_losses(
     head: BlockHead, plan: BlockPlan, teacher: Teacher, objective: ObjectiveConfig, group: dist.ProcessGroup,
-    paths: Paths = NO_PATHS, own: OwnLoss | None = None,
+    paths: Paths = NO_PATHS, own: OwnLoss | None = None, ids_V: Tensor | None = None,
 ) -> DraftLosses:  # fmt: skip
     """Losses of all steps. `hard_ce`, `ce_l1` and D-PACE compare with the text, the others with the base.
 
@@ -234,15 +262,19 @@ def block_losses(
 
     Args:
         own: the draft's `row_loss`, in place of the objective's.
+        ids_V: draft id of every token or -1, of a reduced draft vocabulary.
     """
-    labelled = dataclasses.replace(teacher, label_U=plan.labels_U)
-    found = _Pass(head, plan, labelled, teacher.label_U, objective, group, paths, own)
+    labelled, counted_U = _against_text(plan, teacher, objective, ids_V, own)
+    target_U = torch.where(teacher.in_vocab_U, teacher.label_U, -1)
+    found = _Pass(head, plan, labelled, target_U, objective, group, paths, own, counted_U)
     total, stats, weight_N, overlap_N = found.losses()
     if head.confidence_N is not None and objective.confidence_weight:
         confidence = block.confidence_losses(head.confidence_N.to(overlap_N.dtype), overlap_N)
         total = total + objective.confidence_weight * (weight_N * confidence).sum()
     counts = torch.tensor([len(r) for r in plan.supervision.rows], dtype=stats.dtype)
-    return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], to_device(counts, stats.device))
+    rows_T = to_device(counts, stats.device)
+    counted = None if counted_U is None else counted_U[plan.supervision.teacher_rows[0]].sum()
+    return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T, counted)
 
 
 @dataclass
@@ -251,7 +283,8 @@ class _Pass:
 
     Attributes:
         labelled: the teacher, with the tokens of the text as labels.
-        target_U: token that counts as correct at each teacher row.
+        target_U: draft id that counts as correct at each teacher row, or -1.
+        counted_U: bool, rows that the loss counts; None: all.
     """
 
     head: BlockHead
@@ -262,6 +295,7 @@ class _Pass:
     group: dist.ProcessGroup
     paths: Paths
     own: OwnLoss | None = None
+    counted_U: Tensor | None = None
 
     def losses(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(total, stats [T, 3] of `fused_head`, weight [N], overlap [N]), step by step."""
@@ -270,9 +304,10 @@ class _Pass:
         if fast != "none":
             return self._paced(backend.load(fast), rows_N) if paced else self._in_place(backend.load(fast), rows_N)
         if paced:
-            weight_N = _paced_weights(self.head, self.plan, self.labelled, self.objective, self.group)
+            given = (self.head, self.plan, self.labelled, self.objective, self.group, self.counted_U)
+            weight_N = _paced_weights(*given)
         else:
-            weight_N = _step_weights(self.head, self.plan, self.objective)
+            weight_N = _step_weights(self.head, self.plan, self.objective, self.counted_U)
         total, stats, overlap_N = self._plain(self.head, weight_N)
         share = self.objective.backbone_weight
         if share and self.head.low_Nr is not None:
@@ -298,7 +333,7 @@ class _Pass:
         return _Rows(head, self.labelled, weight_N, goal, self.group, kernel, kernels, pace)
 
     def _in_place(self, kernels: Any, rows_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        head, weight_N = self.head, _step_weights(self.head, self.plan, self.objective)
+        head, weight_N = self.head, _step_weights(self.head, self.plan, self.objective, self.counted_U)
         found = self._rows(head, kernels, weight_N)
         chunks = row_chunks(len(rows_N), chunk_rows(head.weight_VH, True, self.labelled.columns))
         parts = (self._steps(weight_N), found, found.in_place, kernels.scale_, chunks)
@@ -312,10 +347,13 @@ class _Pass:
         head, rows_N = self.head.ordered(order_N), rows_N[order_N]
         wide = torch.promote_types(head.weight_VH.dtype, torch.float32)
         steps = [StepRows(rows_N, torch.zeros_like(rows_N, dtype=wide), self.target_U[rows_N])]
-        found = self._rows(head, kernels, steps[0].weight_R, _pace(self.plan, self.objective, order_N, wide))
+        pace = _pace(self.plan, self.objective, order_N, wide, self.counted_U)
+        found = self._rows(head, kernels, steps[0].weight_R, pace)
         total, _ = fused_head(head.rows, head.weight_VH, steps, found, found.in_place, kernels.scale_, chunks)
         correct = (torch.cat(found.best) == steps[0].target_R).to(wide)
-        sorted_N4 = torch.stack([torch.cat(found.loss), correct, torch.cat(found.overlap), torch.cat(found.weight)], 1)
+        weight = torch.cat(found.weight)
+        loss = torch.where(weight > 0, torch.cat(found.loss), 0)  # as in `fused_head`
+        sorted_N4 = torch.stack([loss, correct, torch.cat(found.overlap), weight], 1)
         rows_N4 = torch.empty_like(sorted_N4).index_copy_(0, order_N, sorted_N4)
         counts = [len(r) for r in self.plan.supervision.rows]
         stats = torch.stack([part.sum(0) for part in rows_N4[:, :3].split(counts)])

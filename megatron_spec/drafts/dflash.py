@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron_spec.batch import Features
 from megatron_spec.config import BlockConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.anchors import BlockPlan
-from megatron_spec.drafts.as_built import as_built
+from megatron_spec.drafts.as_built import as_built, head_weight
 from megatron_spec.drafts.block_losses import BlockHead, block_losses
 from megatron_spec.drafts.contract import Attention, BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
@@ -32,6 +32,7 @@ from megatron_spec.drafts.linear import (
     Linear,
     Placement,
     RMSNorm,
+    VocabLinear,
     attached_quantizers,
     copy_to_ranks,
     enter,
@@ -39,7 +40,7 @@ from megatron_spec.drafts.linear import (
 )
 from megatron_spec.drafts.teacher import TeacherHead, teacher_of
 from megatron_spec.drafts.unroll import teach
-from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.drafts.vocab import DraftVocab, check_sizes
 from megatron_spec.ops import backend
 from megatron_spec.ops.block_attention import block_attention
 from megatron_spec.ops.fused_layer import FusedLayer
@@ -49,17 +50,16 @@ from megatron_spec.ops.visibility import KVCache
 
 
 class DFlashDraft(Draft):
-    """fc, hidden_norm, layers.{i}, norm; embedding and LM head are the base's. Parameters are NaN until initialised."""
+    """fc, hidden_norm, layers.{i}, norm; embedding and LM head are the base's. Parameters are NaN until initialised.
+
+    With a reduced draft vocabulary, lm_head has its rows of the base's LM head, frozen, as engines read them.
+    """
 
     draws = True
 
     def __init__(self, config: BlockConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__()
-        if not vocab.is_full or vocab.vocab_size != config.vocab_size:
-            raise UserError(
-                f"{config.algorithm} uses the base's frozen LM head: expected a draft vocabulary of all "
-                f"{config.vocab_size} tokens, found {len(vocab)} of {vocab.vocab_size}"
-            )
+        check_sizes(vocab, config)
         self.config, self.vocab = config, vocab
         self.tp_group, self.sequence_parallel = place.group, place.sequence_parallel
         H = config.hidden_size
@@ -68,6 +68,9 @@ class DFlashDraft(Draft):
         self.hidden_norm = RMSNorm(H, config.rms_norm_eps, place)
         self.layers = nn.ModuleList(DraftLayer(config, False, blocks) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(H, config.rms_norm_eps, blocks)
+        if config.own_head:
+            self.lm_head = VocabLinear(H, len(vocab), blocks)
+            self.lm_head.weight.requires_grad_(not config.frozen_head)
         self._inv_freq = inverse_frequencies(config.rope, config.head_dim)  # no buffer: stays fp32 in a bf16 model
         self._teacher: TeacherHead | None = None
 
@@ -170,9 +173,13 @@ class DFlashDraft(Draft):
         """The base's frozen LM head, prepared on first use, which is a collective."""
         return teacher_of(self, ends)
 
+    def head_rows(self, ends: BaseEnds) -> Tensor:
+        """[D / TP, H] rows of the LM head for this rank's shard of the draft vocabulary, frozen."""
+        return head_weight(self.lm_head) if self.config.own_head else self.teacher_head(ends).draft_rows()
+
     def logits(self, normed_SBH: Tensor, ends: BaseEnds) -> Tensor:
-        """[S, B, V / TP] logits of this rank's shard from complete states; see `pad_logits`."""
-        logits = normed_SBH @ self.teacher_head(ends).draft_rows().t()
+        """[S, B, D / TP] logits of this rank's shard from complete states; see `pad_logits`."""
+        logits = normed_SBH @ self.head_rows(ends).t()
         return pad_logits(logits, len(self.vocab), self.tp_group)
 
     def states(self, features: Features, plan: BlockPlan, ends: BaseEnds, rows_N: Tensor | None = None) -> Tensor:
@@ -217,8 +224,10 @@ class DFlashDraft(Draft):
         head = self.teacher_head(ends)
         teacher = teach(features, plan.supervision, head, objective.temperature, group, self.sequence_parallel)
         states_NH = self.states(features, plan, ends, torch.cat(plan.supervision.rows))
-        inputs = self.block_head(states_NH, head.draft_rows(), plan)
-        return block_losses(inputs, plan, teacher, objective, group, self.paths, self.row_loss)
+        inputs, ids_V = self.block_head(states_NH, self.head_rows(ends), plan), None
+        if config.own_head:
+            ids_V = head.draft_ids
+        return block_losses(inputs, plan, teacher, objective, group, self.paths, self.row_loss, ids_V)
 
     def block_head(self, states_NH: Tensor, weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
         """Inputs of the losses: states of the supervised rows of all steps, and the LM head."""

@@ -13,7 +13,7 @@ sigmoid(w [state ; m] + b), trained on 1 - TV.
 
 W1 is split over the vocabulary like an embedding, W2 like an LM head; the rest is replicated.
 
-R rows of a step, N rows of all steps, P blocks, H hidden size, V vocabulary, r rank.
+R rows of a step, N rows of all steps, P blocks, H hidden size, V vocabulary, D draft vocabulary, r rank.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Affine(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """markov_w1 [V, r], an embedding, markov_w2 [V, r], and the layer between them."""
+    """markov_w1 [V, r], an embedding, markov_w2 [D, r], and the layer between them."""
 
     def __init__(self, config: BlockConfig, place: Placement) -> None:
         super().__init__()
         self.markov_w1 = VocabEmbedding(config.vocab_size, config.markov_rank, place)
         # Not a linear of `linear.py`, which may be quantised: like the LM head, it stays in high precision.
         self.markov_w2 = nn.Module()
-        self.markov_w2.weight = place.vocabulary(config.vocab_size, config.markov_rank)
+        self.markov_w2.weight = place.vocabulary(config.draft_vocab_size, config.markov_rank)
         self.kind, r, H = config.markov_head_type, config.markov_rank, config.hidden_size
         if self.kind == "gated":
             self.gate_proj = Affine(H + r, r, place)
@@ -113,9 +113,9 @@ class DSparkDraft(DFlashDraft):
         return out
 
     def markov_logits(self, latent_Nr: Tensor) -> Tensor:
-        """[N, V / TP] correction of this rank's logits."""
+        """[N, D / TP] correction of this rank's logits."""
         logits = latent_Nr @ self.markov_head.markov_w2.weight.t()  # type: ignore[operator]
-        return pad_logits(logits, self.config.vocab_size, self.tp_group)
+        return pad_logits(logits, self.config.draft_vocab_size, self.tp_group)
 
     def confidence(self, states_NH: Tensor, m_Nr: Tensor) -> Tensor:
         """[N] logits of the probability that a slot's token is accepted, by the confidence head."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, where
+from torch import Tensor
 
 from megatron_spec.losses import block
 from megatron_spec.losses.vocab_parallel import Largest, Teacher
@@ -49,6 +49,6 @@ class Pace:
         def weights_of(logits_RD: Tensor, rows_R: Tensor, part: slice, known: Largest | None = None) -> Tensor:
             """See `Weigh`."""
             q_R = block.label_probabilities(logits_RD, teacher, rows_R, temperature, group, kernels, known)
-            return self.weights(where(teacher.in_vocab_U[rows_R], q_R, 0), part)
+            return self.weights(q_R, part)
 
         return weights_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_spec.batch import Features
-from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
+from megatron_spec.config import EagleConfig, ObjectiveConfig
 from megatron_spec.drafts import few_rows
 from megatron_spec.drafts.as_built import as_built
 from megatron_spec.drafts.contract import Attention, BaseEnds, Draft, DraftLosses
@@ -22,7 +22,7 @@ from megatron_spec.drafts.layer import DraftLayer
 from megatron_spec.drafts.linear import Placement, enter, pad_logits
 from megatron_spec.drafts.teacher import TeacherHead, teacher_of
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
-from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.drafts.vocab import DraftVocab, check_sizes
 from megatron_spec.losses.vocab_parallel import Teacher
 from megatron_spec.ops import backend
 from megatron_spec.ops.attention import PLAIN, Variant, attend
@@ -38,11 +38,7 @@ class RecurrentDraft(Draft):
 
     def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__()
-        if len(vocab) != config.draft_vocab_size or vocab.vocab_size != config.vocab_size:
-            raise UserError(
-                f"draft vocabulary: found {len(vocab)} of {vocab.vocab_size} tokens, expected, by the configuration, "
-                f"{config.draft_vocab_size} of {config.vocab_size}"
-            )
+        check_sizes(vocab, config)
         self.config, self.vocab = config, vocab
         self.tp_group, self.sequence_parallel = place.group, place.sequence_parallel
         rotated = config.mla.rope_head_dim if config.mla else config.head_dim

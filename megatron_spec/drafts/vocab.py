@@ -15,7 +15,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_spec.config import UserError
+from megatron_spec.config.decoder import DecoderDraftConfig
 from megatron_spec.runtime.files import replacing
+
+
+def check_sizes(vocab: DraftVocab, config: DecoderDraftConfig) -> None:
+    """Raise UserError unless the vocabulary has the sizes of the configuration."""
+    wanted: tuple[int, int] = (config.draft_vocab_size, config.vocab_size)  # type: ignore[attr-defined]
+    if (len(vocab), vocab.vocab_size) != wanted:
+        raise UserError(
+            f"draft vocabulary: found {len(vocab)} of {vocab.vocab_size} tokens, expected, by the configuration, "
+            f"{wanted[0]} of {wanted[1]}"
+        )
 
 
 class DraftVocab:

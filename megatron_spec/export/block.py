@@ -28,7 +28,8 @@ def unserved(config: BlockConfig, raw: dict[str, Any] | None = None) -> dict[str
     (models/modeling_dflash.py) always, derive the mask from `layer_types`: a slot sees its complete block in full
     attention, and only earlier slots under a window; so does vLLM without `causal`, which a draft of both therefore
     leaves out. TensorRT-LLM raises for a causal DSpark draft. Markov heads: vLLM and TensorRT-LLM implement the vanilla
-    one, SGLang all three.
+    one, SGLang all three. A reduced draft vocabulary (LM head and d2t) is read by vLLM alone; the others use the
+    target's LM head.
 
     Args:
         raw: the folder's config.json; None for the one written here.
@@ -51,6 +52,8 @@ def unserved(config: BlockConfig, raw: dict[str, Any] | None = None) -> dict[str
     if config.markov_head_type != "vanilla":
         head = f"it has no {config.markov_head_type} Markov head, only the vanilla one"
         found |= {"vllm": head, "trtllm": head}
+    if config.own_head:
+        found |= dict.fromkeys(("sglang", "trtllm"), "it knows no reduced vocabulary in a block draft")
     return found
 
 
@@ -97,7 +100,7 @@ def config_json(config: BlockConfig, base: BaseConfig, dtype: str, rope: dict[st
         **rope,
         **_kind_keys(config),
         "max_position_embeddings": max(config.max_position_embeddings, base.max_position_embeddings),
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
         "attention_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,

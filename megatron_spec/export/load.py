@@ -43,6 +43,8 @@ _ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
 _SCALES = ("_scale", "_scale_inv", "_scale_2")
 _EMBEDDING_ROWS = 8192
 """Rows compared at a time."""
+_BY_DRAFT_ID = ("lm_head.weight", "markov_head.markov_w2.weight")
+"""Parameters with a row for each token of the draft vocabulary."""
 _SAID = {"embed_tokens": "embedding", "lm_head": "LM head"}
 
 
@@ -102,7 +104,7 @@ class StoredTensors:
         tensor = self.weight(stored, dtype)
         if name == "mask_hidden":  # one vector, in whatever shape
             return tensor.reshape(draft_tensors(self.reading.config)[name].shape)
-        return tensor if self.order is None or name != "lm_head.weight" else tensor[self.order]
+        return tensor if self.order is None or name not in _BY_DRAFT_ID else tensor[self.order]
 
 
 def open_draft(folder: Path | str, reference: BaseReference) -> Reading:

@@ -60,7 +60,8 @@ def label_probabilities(
     kernels: Any = None,
     known: Largest | None = None,
 ) -> Tensor:
-    """[R] the draft's probability of `teacher.label_U` at each row, in fp32 or fp64.
+    """[R] the draft's probability of `teacher.label_U` at each row, in fp32 or fp64; 0 where `teacher.in_vocab_U` is
+    false: the draft vocabulary lacks the token.
 
     Args:
         logits_RD: draft logits of this rank's shard, in any dtype; they stay as they are.
@@ -74,7 +75,7 @@ def label_probabilities(
         lse_R = kernel_largest(logits_RD, 0, temperature, group, kernels, known)[0]
     label_R = pick(logits_RD, teacher.label_U[rows_R] - teacher.first)[2].to(lse_R.dtype) / temperature
     reduce_together(group, label_R)
-    return (label_R - lse_R).exp()
+    return torch.where(teacher.in_vocab_U[rows_R], (label_R - lse_R).exp(), 0)
 
 
 def ce_l1_rows(

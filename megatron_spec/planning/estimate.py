@@ -69,6 +69,11 @@ def draft_parameters(draft: DraftConfig) -> tuple[int, int]:
     return split, sum(spec.size for spec in table) - split
 
 
+def frozen_parameters(draft: DraftConfig) -> int:
+    """Parameters of a frozen LM head of the draft's own, split over tensor parallel ranks."""
+    return draft_tensors(draft)["lm_head.weight"].size if getattr(draft, "frozen_head", False) else 0
+
+
 def block_flops(draft: BlockConfig, S: int, anchors: int) -> float:
     """FLOPs per token of training a block draft on sequences of S tokens with `anchors` blocks each.
 
@@ -80,7 +85,7 @@ def block_flops(draft: BlockConfig, S: int, anchors: int) -> float:
     context = len(draft.capture_layer_ids) * H * H + layers * H * kv
     layer = H * (qkv_width(draft) + attention_width(draft)) + 3 * H * draft.intermediate_size
     scores = 2 * attention_width(draft) * (S / 2 + draft.block_size)
-    head = (2 / 3 * H + draft.markov_rank) * draft.vocab_size
+    head = (2 / 3 * H + draft.markov_rank) * draft.draft_vocab_size
     blocks = min(anchors, S) / S
     slots = blocks * draft.block_size * layers * (2.0 * layer + scores) + blocks * draft.num_steps * 2.0 * head
     return 3 * (2.0 * context + slots)
@@ -201,7 +206,8 @@ def _activation_bytes(place: Place, rows: float, width: int) -> float:
 
 def checkpoint_bytes(draft: DraftConfig, bf16: bool) -> float:
     """Bytes of one iteration: the draft, two moments, and fp32 master weights if the draft is in bf16."""
-    return sum(draft_parameters(draft)) * (2 + 12 if bf16 else 4 + 8)
+    parameters, frozen = sum(draft_parameters(draft)), frozen_parameters(draft)
+    return parameters * (2 if bf16 else 4) + (parameters - frozen) * (12 if bf16 else 8)
 
 
 def memory(place: Place) -> dict[str, float]:
@@ -215,6 +221,7 @@ def memory(place: Place) -> dict[str, float]:
     layers = 0 if place.offline else place.layers
     split, replicated = draft_parameters(place.draft)
     own = split / tp + replicated
+    trained = own - frozen_parameters(place.draft) / tp
     shards = place.world_size // tp if train.use_distributed_optimizer else 1
     rows = place.train.micro_batch_size * place.seq_length / cp
     spread = rows / (tp if parallel.sequence_parallel else 1)
@@ -237,8 +244,8 @@ def memory(place: Place) -> dict[str, float]:
         "embedding and head": end_parameters(base) / tp * width
         + (H * base.vocab_size if paths.on("teacher_fp8") else 0),
         "draft": own * width,
-        "gradients (fp32)": own * 4,
-        "optimizer": own * (12 if train.bf16 else 8) / shards,
+        "gradients (fp32)": trained * 4,
+        "optimizer": trained * (12 if train.bf16 else 8) / shards,
         "features": held * spread * captures * H * width,
         "teacher": (rows * D + copied * H) / tp * width,
         "draft steps": _activation_bytes(place, rows, width),

@@ -39,6 +39,7 @@ CASES: dict[int, list[Case]] = {
         dict(name="dflash, own heads", packed=True, algorithm="wide dflash"),
         dict(name="own embedding, D = V", packed=True, whole=True),
         dict(name="dspark, 1 kv head", packed=True, algorithm="gated dspark", model="kv1"),
+        dict(name="dspark, few tokens", packed=True, algorithm="few dspark"),
         dict(name="dflash, experts", packed=True, algorithm="dflash", model="moe"),
         dict(name="p-eagle", packed=True, algorithm="p-eagle"),
         dict(name="p-eagle, experts", packed=True, algorithm="p-eagle", model="moe"),
@@ -65,6 +66,8 @@ CASES: dict[int, list[Case]] = {
         dict(pp=2, packed=True, algorithm="dflash", distributed_optimizer=True),
         dict(tp=2, packed=True, algorithm="wide dflash", sequence_parallel=True),
         dict(tp=2, packed=True, algorithm="gated dspark", model="kv1"),
+        dict(tp=2, packed=True, algorithm="few dspark", sequence_parallel=True),
+        dict(cp=2, packed=True, algorithm="few dspark"),
         dict(tp=2, packed=True, algorithm="medusa", save=True),
         dict(tp=2, packed=True, algorithm="rnn dspark", save=True, sequence_parallel=True),
         dict(tp=2, packed=True, algorithm="eagle1", sequence_parallel=True),
@@ -128,6 +131,8 @@ def new_config(base: Any, algorithm: str, whole_vocabulary: bool) -> Any:
         overrides = {"mask_token_id": 95, "block_size": 4, "capture_layer_ids": list(CAPTURES)}
         if head == "wide":
             overrides |= {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4}
+        elif head == "few":
+            overrides["draft_vocab_size"] = D
         elif head:
             overrides["markov_head_type"] = head
         return presets.block_config(base, algorithm, overrides)
@@ -183,7 +188,7 @@ def run_case(folders: dict[str, str], case: Case, resave: str | None = None) -> 
     draft = first_draft(base, ref, config, vocab, world, torch.float32, seed=5)
     if config.algorithm == "dspark":  # W2 starts at 0, where W1 has no gradient
         heads = [draft.markov_head.markov_w2.weight.data, draft.confidence_head.proj.weight.data]
-        for x, rows, size in zip(heads, (V, 1), (world.tp_size, 1), strict=True):
+        for x, rows, size in zip(heads, (config.draft_vocab_size, 1), (world.tp_size, 1), strict=True):
             values = torch.linspace(-0.3, 0.2, rows * x.shape[1]).sin().view(-1, x.shape[1])
             x.copy_(values.chunk(size)[world.tp_rank if size > 1 else 0])
     train = TrainConfig(

@@ -20,7 +20,7 @@ class DraftRequest(ScriptRun):
     eagle_config: str | None = option(None, "JSON")
     """eagle: file with overrides of the draft's architecture."""
     draft_vocab: str | None = option(None, "DIR")
-    """Calibrated draft vocabulary, from tools/calibrate_draft_vocab.py (default: the whole vocabulary)."""
+    """eagle, dflash, dspark: calibrated draft vocabulary, from tools/calibrate_draft_vocab.py (default: all tokens)."""
     num_medusa_heads: int | None = option(None, "N", flag="export-num-medusa-heads")
     """Medusa heads (default: 4)."""
     num_medusa_layers: int | None = option(None, "N", flag="export-num-medusa-layers")
@@ -37,13 +37,14 @@ class DraftRequest(ScriptRun):
 
     def validate(self) -> None:
         """Raise UserError for flags of another kind of draft."""
-        eagle = ("eagle_algorithm", "eagle_config", "draft_vocab", "mtp_from_base")
+        eagle = ("eagle_algorithm", "eagle_config", "mtp_from_base")
         medusa = ("num_medusa_heads", "num_medusa_layers", "share_base_head")
-        block = ("draft_config",)
-        given = self._given((*eagle, *medusa, *block)) if self.draft is not None else []
+        block, both = ("draft_config",), ("draft_vocab",)
+        given = self._given((*eagle, *both, *medusa, *block)) if self.draft is not None else []
         if given:
             raise UserError(f"--draft takes the draft from its folder unchanged: leave {', '.join(given)} out")
         owners = {"eagle": eagle, "medusa": medusa, "dflash or dspark": block}
+        owners["eagle, dflash or dspark"] = both
         for owner, names in owners.items():
             given = [] if self.algorithm in owner else self._given(names)
             if given:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_spec.config import UserError
 from megatron_spec.decoding import cache as cache_rows
-from megatron_spec.decoding import sampling
 from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal, in_one
+from megatron_spec.decoding.drafters.choice import Choice
 from megatron_spec.drafts.dflash import DFlashDraft
 from megatron_spec.drafts.dspark import DSparkDraft
 from megatron_spec.ops.attention import attend
@@ -45,7 +45,8 @@ class BlockDrafter(Drafter):
                 f"--max-draft-len {most}, but the draft proposes blocks of {config.num_steps} tokens: give at most "
                 f"{config.num_steps}"
             )
-        self.draft, self.base, self.config, self.group = draft, base, config, base.world.tp
+        self.draft, self.base, self.config = draft, base, config
+        self.choose = Choice(draft.vocab, base)
 
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
@@ -93,20 +94,13 @@ class BlockDrafter(Drafter):
         rotation = self.draft.block_rotation(anchor_B, state_BCH)
         return self.draft.run_layers(state_BCH, rotation, attention), token_B
 
-    def _choose(self, logits_BV: Tensor, context: Context, k: int, q: list[Tensor]) -> Tensor:
-        """Draft token k; if it is sampled, its distribution is appended to `q`."""
-        if context.uniform_BK is None:
-            return sampling.argmax(logits_BV, self.group)
-        q.append(sampling.probabilities(logits_BV / context.temperature, self.group))
-        return sampling.draw(q[-1], context.uniform_BK[:, k])
-
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter."""
         states_BCH, _ = self._states(context)
         first = self.config.first_slot
         logits_KBV = self.draft.logits(in_one(states_BCH[:, first : first + count].transpose(0, 1)), self.base)
         q: list[Tensor] = []
-        tokens = [self._choose(logits_BV, context, k, q) for k, logits_BV in enumerate(logits_KBV)]
+        tokens = [self.choose(logits_BV, context, k, q) for k, logits_BV in enumerate(logits_KBV)]
         return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
@@ -134,7 +128,7 @@ class DSparkDrafter(BlockDrafter):
             state_BH, m_Br = states_BCH[:, k], draft.markov(tokens[-1] if tokens else token_B)
             latent_Br, memory_Br = draft.markov_head.step(m_Br, state_BH, memory_Br)
             logits_BV = draft.logits(state_BH[None], self.base)[0] + draft.markov_logits(latent_Br)
-            tokens.append(self._choose(logits_BV, context, k, q))
+            tokens.append(self.choose(logits_BV, context, k, q))
             if self.threshold > 0:
                 sure_B = sure_B * draft.confidence(state_BH, m_Br).float().sigmoid()
                 proposed_B = proposed_B + (sure_B >= self.threshold)

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_spec.decoding import cache as cache_rows
 from megatron_spec.decoding import sampling
 from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
+from megatron_spec.decoding.drafters.choice import Choice
 from megatron_spec.decoding.drafters.grow import Level, grow
 from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.ops.visibility import Visibility
@@ -52,7 +53,7 @@ class EagleDrafter(Drafter):
         self.draft, self.base = draft, base
         self.group = base.world.tp
         self.ends: Any = _KnownIds(base)
-        self.target_D = None if draft.vocab.is_full else draft.vocab.target_ids.to(base.world.device)
+        self.choose = Choice(draft.vocab, base)
 
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
@@ -102,26 +103,8 @@ class EagleDrafter(Drafter):
                 slots_BS = self.position_B[:batch, None] + k
                 visibility = self._earlier(slots_BS, 0, context.key_slots)
                 fed_back_SBH, normed_SBH = self._step(fed_back_SBH, tokens[-1][:, None], slots_BS, visibility)
-            tokens.append(self._choose(self.draft.logits(normed_SBH, self.base)[0], context, k, q))
+            tokens.append(self.choose(self.draft.logits(normed_SBH, self.base)[0], context, k, q))
         return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)
-
-    def _choose(self, logits_BD: Tensor, context: Context, k: int, q: list[Tensor]) -> Tensor:
-        """Draft token k; if it is sampled, its distribution is appended to `q`."""
-        if context.uniform_BK is None:
-            return self._target(sampling.argmax(logits_BD, self.group))
-        q.append(self._distribution(logits_BD, context.temperature))
-        return sampling.draw(q[-1], context.uniform_BK[:, k])
-
-    def _target(self, id_: Tensor) -> Tensor:
-        return id_ if self.target_D is None else self.target_D[id_]
-
-    def _distribution(self, logits_BD: Tensor, temperature: float) -> Tensor:
-        """float32 [B, V] over the base's vocabulary."""
-        p_BD = sampling.probabilities(logits_BD / temperature, self.group)
-        if self.target_D is None:
-            return p_BD
-        whole_BV = p_BD.new_zeros(p_BD.shape[0], self.draft.config.vocab_size)
-        return whole_BV.index_copy(1, self.target_D, p_BD[:, : len(self.target_D)])
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """See Drafter."""
@@ -167,4 +150,4 @@ class EagleTreeDrafter(EagleDrafter):
 
     def _top(self, logits_ND: Tensor) -> tuple[Tensor, Tensor]:
         logp_Nk, ids_Nk = sampling.top_log_probs(logits_ND, self.width, self.group)
-        return logp_Nk, self._target(ids_Nk)
+        return logp_Nk, self.choose.target(ids_Nk)

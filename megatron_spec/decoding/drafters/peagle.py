@@ -66,7 +66,7 @@ class PEagleDrafter(EagleDrafter):
         states_KBH = in_one(self.states_BKH[: context.lengths_B.shape[0], :count].transpose(0, 1))
         q: list[Tensor] = []
         logits_KBD = self.draft.logits(states_KBH, self.base)
-        tokens = [self._choose(logits_BD, context, k, q) for k, logits_BD in enumerate(logits_KBD)]
+        tokens = [self.choose(logits_BD, context, k, q) for k, logits_BD in enumerate(logits_KBD)]
         return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)
 
     def move_rows(self, source: list[int], target: list[int]) -> None:

@@ -19,11 +19,11 @@ from megatron_spec.export.formats.reading import (
     checked,
     meaningless,
 )
+from megatron_spec.export.formats.vocabulary import read_vocabulary
 
 _REASONS = {
     "confidence_": "config.json says that there is no confidence head (enable_confidence_head; in ModelOpt's files "
     "use_confidence_head)",
-    "d2t": "a reduced draft vocabulary is not supported in a block draft",
     "bias": "biases are not supported in a block draft",
 }
 
@@ -83,11 +83,15 @@ class Block:
         names: dict[str, str | None] = {n: plain[n] for n in draft_tensors(config) if n in plain}
         unused = meaningless(source.entries)
         unused |= {plain[n]: "only trains on the target's" for n in _OF_TRAINING if n in plain}
+        unused |= {plain[n]: "follows from d2t" for n in ("t2d",) if n in plain}
         reading = Reading(source, config, names, unused)
         for name in ("embed_tokens", "lm_head"):
-            if f"{name}.weight" in plain:
+            if f"{name}.weight" in plain and f"{name}.weight" not in names:
                 reading.copy_of(name, plain[f"{name}.weight"])
-        return checked(reading, base, _REASONS)
+        problems = read_vocabulary(reading, plain)
+        if reading.d2t is not None and not config.own_head:
+            problems.append(Problem("d2t", "d2t reorders the whole vocabulary", "not supported in a block draft"))
+        return checked(reading, base, _REASONS, problems)
 
 
 def _unknown(source: Source) -> list[Problem]:
@@ -114,6 +118,8 @@ def config_of(raw: dict[str, Any]) -> BlockConfig:
     causal, window = _attention(raw, inside)
     if full := _full_layers(raw):
         values["full_attention_layers"] = full
+    if raw.get("draft_vocab_size") is not None:
+        values["draft_vocab_size"] = raw["draft_vocab_size"]
     rope = read_rope(raw, "config.json").to_dict()
     values |= {"rope": rope, "causal": causal, "sliding_window": window}
     if values["algorithm"] == "dspark":
@@ -150,10 +156,6 @@ def _options(raw: dict[str, Any]) -> list[Problem]:
     asked = {
         "biases": bool(raw.get("attention_bias") or raw.get("mlp_bias")),
         "attention sinks": bool(inside.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias")),
-        f"a draft vocabulary of {raw.get('draft_vocab_size')} of {raw.get('vocab_size')} tokens": raw.get(
-            "draft_vocab_size", raw.get("vocab_size")
-        )
-        != raw.get("vocab_size"),
         f"a target_hidden_size of {raw.get('target_hidden_size')}": raw.get(
             "target_hidden_size", raw.get("hidden_size")
         )

@@ -23,7 +23,7 @@ from megatron_spec.export.formats.reading import (
     integer,
     meaningless,
 )
-from megatron_spec.export.tensor_files import Entry
+from megatron_spec.export.formats.vocabulary import read_vocabulary
 
 OPTIONS = ("norm_before_fc", "fc_norm", "norm_output")
 """Keys of config.json that distinguish EAGLE-3.1 from EAGLE-3; the last one is also an option of MTP."""
@@ -251,7 +251,7 @@ class _Folder:
         reading = Reading(self.source, config, self._names(config), self.unused)
         if not config.reads_captures and "embed_tokens.weight" in self.found:
             reading.copy_of("embed_tokens", self.found["embed_tokens.weight"])
-        self._vocabulary(reading)
+        self.problems += read_vocabulary(reading, self.found)
         reasons = {} if config.reads_captures else _REASONS
         reasons = reasons or {
             part: why for part, why in _REASONS.items() if part not in ("input_layernorm", "norm.weight")
@@ -299,54 +299,3 @@ class _Folder:
                 self.found[one] = twin
             elif self.source.entries[twin].raw() == self.source.entries[self.found[one]].raw():
                 self.unused[twin] = f"the same as {self.found[one]}"
-
-    def _vocabulary(self, reading: Reading) -> None:
-        config, entries = reading.config, self.source.entries
-        stored, marks = self.found.get("d2t"), self.found.get("t2d")
-        full = config.draft_vocab_size == config.vocab_size
-        if stored is None:
-            if not full:
-                found = (
-                    f"draft_vocab_size {config.draft_vocab_size} < vocab_size {config.vocab_size}, but d2t is missing"
-                )
-                fix = (
-                    "write d2t, int64 [draft_vocab_size]: target id - draft id; without it every drafted token is wrong"
-                )
-                self.problems.append(Problem("d2t", found, fix))
-            return
-        found_map = check_map(
-            entries[stored], entries[marks] if marks else None, config.draft_vocab_size, config.vocab_size
-        )
-        self.problems += found_map
-        if full and not found_map and not any(entries[stored].integers()):
-            self.unused[stored] = "draft ids are target ids"
-        else:
-            reading.d2t = stored
-
-
-def check_map(d2t: Entry, t2d: Entry | None, D: int, V: int) -> list[Problem]:
-    """Problems of a map from D draft ids to V target ids; any order of the target ids is valid."""
-    if d2t.shape != (D,) or d2t.dtype not in ("I64", "I32"):
-        return [Problem("d2t", f"d2t is {d2t.dtype} {list(d2t.shape)}", f"write it as int64 [{D}]")]
-    offsets = d2t.integers()
-    targets = [i + offset for i, offset in enumerate(offsets)]
-    if D < V and not any(offsets):
-        return [Problem("d2t", "d2t is all zeros: it was never calibrated", "write the map used in training")]
-    if min(targets) < 0 or max(targets) >= V or len(set(targets)) < len(targets):
-        absolute = min(offsets) >= 0 and max(offsets) < V and len(set(offsets)) == len(offsets)
-        hint = ": it seems to hold target ids instead of offsets" if absolute else ""
-        fix = "store offsets: d2t[i] = target id - i" if absolute else "write the map used in training"
-        return [Problem("d2t", f"i + d2t[i] is not distinct and within 0..{V - 1}{hint}", fix)]
-    if t2d is None:
-        return []
-    if t2d.dtype != "BOOL":
-        return [Problem("t2d", f"t2d is {t2d.dtype} {list(t2d.shape)}", f"write it as bool [{V}]")]
-    if t2d.shape != (V,):
-        fix = "make config.json and the tensor agree"
-        return [Problem("t2d", f"t2d is {list(t2d.shape)}, config.json says vocab_size {V}", fix)]
-    marked = {i for i, inside in enumerate(t2d.integers()) if inside}
-    return (
-        []
-        if marked == set(targets)
-        else [Problem("t2d", "t2d marks different tokens than d2t lists", "derive it from d2t")]
-    )

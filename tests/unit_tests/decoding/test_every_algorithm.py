@@ -236,6 +236,39 @@ def test_dspark_without_a_confidence_head_decodes_the_same(tiny: Any, trained: d
         build_drafter(draft, tiny.base, CONFIG.replace(confidence_threshold=0.3))
 
 
+def of_few_tokens(tiny: Any, whole: Any) -> Any:
+    """The draft of every third token that is not in the first answer; its head and W2 have the rows of the others."""
+    kept = sorted({*range(0, VOCAB, 3), *tiny.answers[0]})
+    vocab = DraftVocab(torch.tensor(kept), VOCAB)
+    draft = build_draft(whole.config.replace(draft_vocab_size=len(kept)), vocab, tiny.base.world, torch.float32)
+    draft.initialize(tiny.base)
+    w2 = "markov_head.markov_w2.weight"
+    values = {n: x[kept] if n == w2 else x for n, x in whole.state_dict().items()}
+    missing, unexpected = draft.load_state_dict(values, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    return draft
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_few_tokens_are_proposed_as_by_the_whole_head(tiny: Any, trained: dict[str, Any], kind: str) -> None:
+    """The text is the base's; what the whole draft proposes of the kept tokens is proposed, and nothing else."""
+    draft = of_few_tokens(tiny, trained[kind])
+    recorder = Recorder(build_drafter(draft, tiny.base))
+    found = decode(tiny.base, tiny.prompts, CONFIG, set(), draft=recorder)
+    assert [g.tokens for g in found] == tiny.answers
+    assert set(found[0].accepted_lengths[:-1]) == {LENGTH}
+    kept, agreed = draft.vocab.target_ids.tolist(), 0
+    for text, drafts in recorder.notes[::3]:
+        whole = drafts_from_scratch(tiny.base, trained[kind], text)[: len(drafts)]
+        assert {*drafts} <= {*kept}
+        if {*whole} <= {*kept}:
+            agreed += 1
+            assert drafts == whole
+    assert agreed > 1
+    hot = CONFIG.replace(temperature=0.8, use_rejection_sampling=True, max_new_tokens=8)
+    assert [len(g.tokens) for g in decode(tiny.base, tiny.prompts[:2], hot, set(), draft=draft, seeds=[0, 1])] == [8, 8]
+
+
 def test_sampling_with_a_block_draft_keeps_the_bases_distribution(tiny: Any, trained: dict[str, Any]) -> None:
     """Tokens of 2000 draws: accepted with the Markov head's own distribution, or drawn from what is left."""
     base, count, prompt = tiny.base, 2000, tiny.prompts[0]

@@ -87,9 +87,15 @@ def markov(w: Weights, config: Any, m: Tensor, x: Tensor, memory: Tensor) -> tup
 
 
 def plain_loss(
-    w: Weights, config: Any, goal: Any, features: Any, anchors: list[list[int]], table: Tensor, head: Tensor
-) -> Tensor:
-    """The sum of the losses over the supervised slots of all blocks of a batch; `anchors` for every sequence."""
+    w: Weights, config: Any, goal: Any, features: Any, anchors: list[list[int]], table: Tensor, head: Tensor,
+    vocab: list[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """The sum of the losses over the supervised slots of all blocks of a batch; `anchors` for every sequence.
+
+    `vocab`: tokens of a reduced draft vocabulary.
+    """
+    vocab = list(range(len(head))) if vocab is None else vocab
+    own, reads_text = w.get("lm_head.weight", head), goal.loss_kind in ("hard_ce", "ce_l1")
     batch, C, first = features.batch, config.block_size, 0 if config.algorithm == "dspark" else 1
     gamma = goal.block_gamma or {8: 4.0, 10: 5.0, 16: 7.0}.get(C, 4.0)
     total = head.new_zeros(())
@@ -106,18 +112,23 @@ def plain_loss(
             count = 0  # supervised slots: the tokens after the anchor that belong to its turn
             while count < C - first and a + 1 + count < len(tokens) and turns[a + 1 + count] == turns[a]:
                 count += 1
-            prefix, losses, products = 1.0, [], []
+            prefix, losses, products, counts = 1.0, [], [], []
             memory = head.new_zeros(config.markov_rank)
             for k in range(count):
                 x = states[p, first + k]
-                logits = x @ head.t()
-                label = tokens[a + 1 + k]
+                logits = x @ own.t()
                 m = None
                 if first == 0:
                     m = w["markov_head.markov_w1.weight"][tokens[a + k]]
                     latent, memory = markov(w, config, m, x, memory)
                     logits = logits + w["markov_head.markov_w2.weight"] @ latent
-                target = (features.state_SBH[a + k, b] @ head.t()).softmax(-1)
+                whole = features.state_SBH[a + k, b] @ head.t()
+                target, top, token = whole[vocab].softmax(-1), int(whole.argmax()), int(tokens[a + 1 + k])
+                label = (
+                    vocab.index(token if token in vocab else top) if {token, top} & {*vocab} else int(target.argmax())
+                )
+                text = token in vocab or not (reads_text or goal.block_weights != "exponential")
+                counts.append(not goal.in_vocab_only or (top in vocab and text))
                 logq = logits.log_softmax(-1)
                 q = logq.exp()
                 loss = {
@@ -127,7 +138,7 @@ def plain_loss(
                     "ce_l1": lambda: -goal.ce_weight * logq[label] + goal.l1_weight * (q - target).abs().sum(),
                 }[goal.loss_kind]()
                 if m is not None and goal.backbone_weight:
-                    plain = (x @ head.t()).log_softmax(-1)
+                    plain = (x @ own.t()).log_softmax(-1)
                     bare = -goal.ce_weight * plain[label] + goal.l1_weight * (plain.exp() - target).abs().sum()
                     loss = goal.backbone_weight * bare + (1 - goal.backbone_weight) * loss
                 if m is not None and config.confidence_head:
@@ -136,10 +147,11 @@ def plain_loss(
                     accepted = 1 - (q - target).abs().sum().detach() / 2
                     bce = -accepted * F.logsigmoid(logit) - (1 - accepted) * F.logsigmoid(-logit)
                     loss = loss + goal.confidence_weight * bce
-                prefix = prefix * ((1 - goal.pace_alpha) * float(q[label].detach()) + goal.pace_alpha)
+                accepted = float(q[label].detach()) if token in vocab else 0.0
+                prefix = prefix * ((1 - goal.pace_alpha) * accepted + goal.pace_alpha)
                 losses.append(loss)
-                products.append(prefix)
+                products.append(prefix * counts[-1])
             for k, loss in enumerate(losses):
                 weight = math.exp(-k / gamma) if goal.block_weights == "exponential" else sum(products[k:])
-                total = total + weight * loss
+                total = total + counts[k] * weight * loss
     return total

@@ -12,11 +12,11 @@ from megatron_spec.batch import Batch, Features
 from megatron_spec.config import BlockConfig, ObjectiveConfig, UserError, presets
 from megatron_spec.drafts.anchors import BlockPlan, draw, supervised_slots
 from megatron_spec.drafts.linear import Placement
-from megatron_spec.drafts.vocab import DraftVocab
 from tests.unit_tests.drafts.plain_blocks import plain_loss
-from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, V
+from tests.unit_tests.drafts.plain_eagle3 import SMALL_VOCAB, StandInEnds, V, draft_vocab
 
 H, S = 16, 22
+FEW = SMALL_VOCAB
 
 
 def block_config(**changes: Any) -> BlockConfig:
@@ -57,7 +57,7 @@ def made(config: BlockConfig, group: Any, dtype: torch.dtype = torch.float64, **
     from megatron_spec.drafts.dspark import DSparkDraft
 
     kind = DSparkDraft if config.algorithm == "dspark" else DFlashDraft
-    draft = kind(config, DraftVocab.full(V), Placement(group, dtype=dtype, **place))
+    draft = kind(config, draft_vocab(config), Placement(group, dtype=dtype, **place))
     ends = StandInEnds(H, dtype, group if group.size() > 1 else None, place.get("sequence_parallel", False), padding=1)
     draft.initialize(ends, seed=5)
     for name, p in draft.named_parameters():
@@ -99,6 +99,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"algorithm": "dspark", "confidence_reads_markov": False},
         {"backbone_weight": 0.4, "block_weights": "d-pace", "confidence_weight": 0.5},
     ),
+    "few tokens": ({"draft_vocab_size": len(FEW)}, {}),
+    "few tokens, all rows": ({"draft_vocab_size": len(FEW)}, {"in_vocab_only": False, "loss": "hard_ce"}),
+    "dspark, few tokens": ({"algorithm": "dspark", "draft_vocab_size": len(FEW)}, {"backbone_weight": 0.3}),
+    "dspark, few tokens, d-pace": (
+        {"algorithm": "dspark", "draft_vocab_size": len(FEW), "markov_head_type": "rnn"},
+        {"block_weights": "d-pace", "loss": "kl"},
+    ),
+    "dspark, few tokens, all rows, d-pace": (
+        {"algorithm": "dspark", "draft_vocab_size": len(FEW)},
+        {"block_weights": "d-pace", "in_vocab_only": False},
+    ),
     "dspark, no confidence head": ({"algorithm": "dspark", "confidence_head": False}, {"backbone_weight": 0.4}),
 }
 
@@ -116,10 +127,18 @@ def test_equals_the_dense_mask(name: str, alone: Any) -> None:
     losses = draft(f, ends, goal)
     losses.total.backward()
     w = {n: p.detach().clone().requires_grad_() for n, p in draft.named_parameters()}
-    expected = plain_loss(w, config, goal, f, anchors, ends.table, ends.head)
+    expected = plain_loss(w, config, goal, f, anchors, ends.table, ends.head, draft.vocab.target_ids.tolist())
     expected.backward()
     torch.testing.assert_close(losses.total, expected, rtol=1e-12, atol=1e-12)
+    if config.own_head:
+        inside = [t in FEW for t in f.batch.tokens_BS[f.batch.turns_BS > 0].tolist()]
+        assert any(inside) and not all(inside)
+        assert (losses.counted is not None) == goal.in_vocab_only
+        assert losses.counted is None or 0 < int(losses.counted) < int(losses.rows_T[0])
     for n, p in draft.named_parameters():
+        if n == "lm_head.weight":
+            assert p.grad is None  # frozen
+            continue
         assert w[n].grad is not None and w[n].grad.abs().max() > 0, n
         torch.testing.assert_close(p.grad, w[n].grad, rtol=1e-9, atol=1e-11, msg=n)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from megatron_spec import api
 from megatron_spec.build import load_checkpoint
 from megatron_spec.commands.convert import convert
 from megatron_spec.config import UserError
+from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export.check import check_folder
 from megatron_spec.export.load import load_draft, open_draft
 from megatron_spec.export.rewrite import rewrite
+from megatron_spec.export.served import check_exportable
 from megatron_spec.serving.draft import exported
 from megatron_spec.serving.sglang import sglang_command
 from megatron_spec.serving.vllm import speculative_config
@@ -22,6 +25,7 @@ from tests.unit_tests.export.test_drafts_of_others import IDS, Change, Home, Jso
 from tests.unit_tests.export.test_drafts_of_others import home as home
 
 MASK, BLOCK = 3, 4
+FEW = range(0, 64, 2)
 SHAPE: Json = {
     "mask_token_id": MASK, "block_size": BLOCK, "num_hidden_layers": 2, "capture_layer_ids": list(IDS),
 }  # fmt: skip
@@ -33,6 +37,8 @@ KINDS: dict[str, tuple[str, Json]] = {
     "mixed, open": ("dflash", {**SHAPE, "sliding_window": 5, "full_attention_layers": (0,)}),
     "dspark": ("dspark", SHAPE),
     "dspark, plain confidence": ("dspark", {**SHAPE, "confidence_reads_markov": False}),
+    "few tokens": ("dflash", {**SHAPE, "tokens": FEW}),
+    "dspark, few tokens": ("dspark", {**SHAPE, "tokens": FEW}),
     "dspark, no confidence": ("dspark", {**SHAPE, "confidence_head": False}),
     "gated": ("dspark", {**SHAPE, "markov_head_type": "gated"}),
     "rnn": ("dspark", {**SHAPE, "markov_head_type": "rnn"}),
@@ -57,7 +63,7 @@ def of_speculators(c: Json, t: Tensors, **more: Any) -> tuple[Json, Tensors]:
     raw: Json = {
         "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
         "auto_map": {"": "config.SpeculatorConfig"}, "aux_hidden_state_layer_ids": [j + 1 for j in IDS],
-        "block_size": BLOCK, "draft_vocab_size": c["vocab_size"], "dtype": "float32", "mask_token_id": MASK,
+        "block_size": BLOCK, "draft_vocab_size": c["draft_vocab_size"], "dtype": "float32", "mask_token_id": MASK,
         "sample_from_anchor": kind == "dspark", "speculators_model_type": kind, "speculators_version": "0.9.0",
         "sliding_window_non_causal": bool(c.get("sliding_window")) and not c["dflash_config"].get("causal", True),
         "speculators_config": {
@@ -68,6 +74,13 @@ def of_speculators(c: Json, t: Tensors, **more: Any) -> tuple[Json, Tensors]:
         "transformers_version": "5.14.1", **{k: c[k] for k in _HEADS if k in c},
     }  # fmt: skip
     return {**raw, **more}, t
+
+
+def shuffled(c: Json, t: Tensors) -> tuple[Json, Tensors]:
+    """With the draft vocabulary in another order."""
+    order = torch.randperm(len(FEW), generator=torch.Generator().manual_seed(0))
+    rows = {n: t[n][order] for n in ("lm_head.weight", "markov_head.markov_w2.weight")}
+    return of_speculators(c, {**t, **rows, "d2t": torch.tensor(FEW)[order] - torch.arange(len(FEW))})
 
 
 def of_specforge(c: Json, t: Tensors, **inside: Any) -> tuple[Json, Tensors]:
@@ -121,12 +134,19 @@ READ: dict[str, tuple[str, Change]] = {
     "speculators, no confidence": (
         "dspark, no confidence", lambda c, t: of_speculators(c, t, confidence_head_with_markov=True)
     ),
+    "speculators, few tokens": ("few tokens", of_speculators),
+    "speculators, dspark, few tokens": ("dspark, few tokens", of_speculators),
+    "speculators, another order": ("dspark, few tokens", shuffled),
+    "z-lab, few tokens": ("few tokens", lambda c, t: (c, drop(t, "t2d"))),
     "specforge, no confidence": ("dspark, no confidence", of_specforge),
     "modelopt, no confidence": ("dspark, no confidence", of_modelopt),
     "no word of a confidence head": ("dspark, no confidence", lambda c, t: (drop(c, "enable_confidence_head"), t)),
     "modelopt, gated": ("gated", of_modelopt),
     "modelopt, rnn": ("rnn", of_modelopt),
 }  # fmt: skip
+
+
+SMALL = [name for name, (kind, _) in READ.items() if "few tokens" in kind]
 
 
 def ours(home: Home, kind: str) -> tuple[Json, Tensors]:
@@ -149,6 +169,7 @@ def test_drafts_of_others_load_unchanged(home: Home, tmp_path: Path, name: str) 
         "block_size",
         "mask_token_id",
         "rope",
+        "draft_vocab_size",
     ):
         assert getattr(read.config, field) == getattr(home.drafts[kind].config, field), field
     rewrite(folder, home.reference, tmp_path / "fixed")
@@ -158,7 +179,7 @@ def test_drafts_of_others_load_unchanged(home: Home, tmp_path: Path, name: str) 
     assert told == [(f.rule, f.engines) for f in check_folder(home.root / kind, base=home.base)]
 
 
-@pytest.mark.parametrize("name", ["speculators, dspark", "specforge", "modelopt", "modelopt, no confidence"])
+@pytest.mark.parametrize("name", ["speculators, dspark", "specforge", "modelopt", "modelopt, no confidence", *SMALL])
 def test_training_from_a_draft_of_others(home: Home, tmp_path: Path, name: str) -> None:
     kind, change = READ[name]
     folder = write(tmp_path / "d", *change(*ours(home, kind)))
@@ -185,8 +206,18 @@ def test_copies_of_the_target(home: Home, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[str, Change, str]] = {
-    "a draft vocabulary": (
-        "dflash", lambda c, t: of_speculators(c, t, draft_vocab_size=32), "found a draft vocabulary of 32 of 64 tokens"
+    "no map": (
+        "few tokens", lambda c, t: of_speculators(c, drop(t, "d2t", "t2d")), "draft_vocab_size 32 < vocab_size 64, but"
+    ),
+    "no LM head": ("few tokens", lambda c, t: of_speculators(c, drop(t, "lm_head.weight")), "missing lm_head.weight"),
+    "a map of other tokens": (
+        "few tokens", lambda c, t: of_speculators(c, {**t, "d2t": torch.arange(32)[:, None] * 0 + 1}), "d2t is I64"
+    ),
+    "another size": (
+        "few tokens", lambda c, t: of_speculators(c, t, draft_vocab_size=64), r"d2t is I64 \[32\]"
+    ),
+    "a map of all tokens": (
+        "dflash", lambda c, t: of_speculators(c, {**t, "d2t": 63 - 2 * torch.arange(64)}), "reorders the whole"
     ),
     "another width": ("dflash", lambda c, t: of_speculators(c, t, target_hidden_size=48), "target_hidden_size of 48"),
     "no layers": (
@@ -254,6 +285,9 @@ def test_engines_of_the_forms_of_others(home: Home, tmp_path: Path) -> None:
         "z-lab, mixed": {},
         "speculators, dspark": {},
         "speculators, gated": {"served": {"vllm"}},
+        "speculators, few tokens": {"causal": {"vllm"}},
+        "speculators, dspark, few tokens": {},
+        "z-lab, few tokens": {},
         "specforge": {"form": {"vllm"}},
         "no word of a confidence head": {},
         "modelopt, no confidence": {"form": {"vllm", "sglang", "trtllm"}},
@@ -269,9 +303,34 @@ def test_engines_of_the_forms_of_others(home: Home, tmp_path: Path) -> None:
         assert ("vllm" in exported(folder).unserved) == bool(rules), name
         if name == "z-lab, mixed":
             assert not exported(folder).unserved
-        if name.startswith("speculators"):
+        if name.startswith("speculators") or "few tokens" in name:
             assert {"sglang", "trtllm"} <= exported(folder).unserved.keys()
     plan = exported(tmp_path / "speculators, dspark", base=home.base)
     assert (plan.method, plan.max_draft_len) == ("dspark", BLOCK)
     assert speculative_config(plan)["method"] == "dspark"
     sglang_command(exported(tmp_path / "specforge", base=home.base), "/b")
+
+
+def test_a_new_draft_of_few_tokens(home: Home, tmp_path: Path) -> None:
+    """Its head has the base's rows, frozen, and comes back from a checkpoint; a size without its tokens is refused."""
+    vocab = DraftVocab(torch.tensor(FEW), 64)
+    vocab.save(tmp_path / "vocab.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"mask_token_id": MASK, "capture_layer_ids": IDS}))
+    asked = {"algorithm": "dspark", "draft_config": str(tmp_path / "config.json")}
+    convert(str(home.base), str(tmp_path / "new"), draft_vocab=str(tmp_path / "vocab.safetensors"), **asked)
+    loaded = load_checkpoint(tmp_path / "new", home.world)
+    head, w2 = loaded.draft.lm_head.weight, loaded.draft.markov_head.markov_w2.weight
+    assert loaded.vocab == vocab and not head.requires_grad and w2.shape[0] == len(FEW)
+    assert torch.equal(head, home.ends.head_weight[list(FEW)])
+    pair = ("dspark", {"mask_token_id": MASK, "capture_layer_ids": IDS})
+    model = api.convert(home.ends, [pair], base_path=home.base, vocab=vocab)
+    assert torch.equal(model.draft.lm_head.weight, head)
+    limits = check_exportable(loaded.draft.config, home.reference.config)
+    assert [engine for engine in ("vllm", "sglang", "trtllm") if engine in " ".join(limits)] == ["sglang", "trtllm"]
+    (tmp_path / "config.json").write_text(json.dumps({"mask_token_id": MASK, "draft_vocab_size": 32}))
+    with pytest.raises(UserError, match="draft_vocab_size is 32, but no calibrated vocabulary was given"):
+        convert(str(home.base), str(tmp_path / "refused"), **asked)
+    with pytest.raises(UserError, match="--draft-vocab contradict each other"):
+        convert(str(home.base), str(tmp_path / "refused"), algorithm="medusa", draft_vocab="x")
+    with pytest.raises(UserError, match="draft_vocab_size 65 must be between 1 and the base's vocabulary 64"):
+        home.drafts["dflash"].config.replace(draft_vocab_size=65)

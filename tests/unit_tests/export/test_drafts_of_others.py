@@ -68,6 +68,8 @@ class Home:
             vocab = DraftVocab(ids, V)
             config: Any = presets.medusa_config(self.reference.config, 3)
             if algorithm in ("dflash", "dspark"):
+                vocab = DraftVocab(torch.tensor(overrides.pop("tokens", range(V))), V)
+                overrides["draft_vocab_size"] = len(vocab)
                 config = presets.block_config(self.reference.config, algorithm, overrides)
             elif algorithm != "medusa":
                 asked = {"draft_vocab_size": len(vocab), **overrides}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -115,6 +116,16 @@ def test_memory_of_block_drafts_follows_layers_and_anchors() -> None:
     slots, rows = 2 * 512 * 8, 2 * 4096
     assert fused == 2 * 5 * (slots * (4 * H + 3 * heads + 2 * kv + 2 * M) + rows * 2 * kv)
     assert plain > 1.5 * fused and few < fused / 5
+
+
+def test_a_frozen_head_has_no_gradients_and_no_optimizer_state() -> None:
+    whole = block_place()
+    few = memory(dataclasses.replace(whole, draft=whole.draft.replace(draft_vocab_size=32000)))
+    rows = 32000 * LLAMA_8B.hidden_size
+    assert few["draft"] - memory(whole)["draft"] == rows * 2
+    assert [few[n] for n in ("gradients (fp32)", "optimizer")] == [
+        memory(whole)[n] for n in ("gradients (fp32)", "optimizer")
+    ]
 
 
 def test_work_equals_published_figures() -> None:
