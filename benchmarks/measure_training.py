@@ -266,7 +266,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
         draft.paths = draft.paths.asked_for("draft_fp8")
         draft.paths.check()
     if args.plain:
-        draft.paths = draft.paths.without("draft_fused", "draft_layer", "block_kernel")
+        draft.paths = draft.paths.without("draft_fused", "draft_layer", "block_kernel", "product_epilogues")
     draft.paths = draft.paths.without(*args.without)
     batches = [supervised_batch(base.config, B, S, world.device, args.supervised_share) for _ in range(2)]
     source: FeatureSource = OnlineFeatures(base)

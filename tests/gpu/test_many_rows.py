@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss
+from megatron_spec.ops import backend
+from megatron_spec.ops.head import StepRows, fused_head
 from tests.gpu.triton_device import COMPILED, DEVICE, INTERPRETED, MARKS, variants
 
 many_rows: Any = pytest.importorskip("megatron_spec.ops.kernels.many_rows")
@@ -72,6 +75,30 @@ def test_largest(R: int, H: int, V: int, temperature: float, dtype: torch.dtype)
         torch.testing.assert_close(top.double(), stored.amax(1), atol=1e-5, rtol=1e-5)
         if masses:
             torch.testing.assert_close(lse.double(), stored.logsumexp(1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [512, 296], ids=["sums by tiles", "sums in another pass"])
+@pytest.mark.parametrize("kind", ["soft_ce", "tv"])
+def test_losses(kind: Any, D: int, dtype: torch.dtype) -> None:
+    """Of a head whose products find the log-sum-exps: total, sums of two steps and gradients, against another pass."""
+    kernels, (H, U, T), counts = backend.load("triton"), (64, 7, 0.7), (130, 5)
+    z = draw(dtype, U, D, scale=3.0)
+    best = z.argmax(1)
+    teacher = Teacher(z, (z.float() / T).logsumexp(1), best, best, best >= 0)
+
+    def run(epilogue: tuple[Any, float] | None) -> list[Tensor]:
+        x = [draw(dtype, n, H, scale=0.5).requires_grad_() for n in (*counts, D)]
+        rows = [torch.arange(n, device=DEVICE) % U for n in counts]
+        steps = [StepRows(r, torch.ones_like(r, dtype=torch.float32), best[r]) for r in rows]
+        in_place = kernel_row_loss(teacher, kind, T, None, kernels)
+        chunks: Any = [slice(0, 132), slice(132, 135)]
+        total, stats = fused_head(x[:2], x[2], steps, pytest.fail, in_place, chunks=chunks, epilogue=epilogue)  # type: ignore[arg-type]
+        total.backward()
+        return [total.detach(), stats, *(t.grad for t in x)]  # type: ignore[misc]
+
+    for found, expected in zip(run((kernels, T)), run(None), strict=True):
+        assert off(found, expected.double()) < (1e-5 if dtype == torch.float32 else 4e-2)
 
 
 def test_nan_is_not_an_index() -> None:
