@@ -28,7 +28,7 @@ options (defaults in brackets):
                       p-eagle, medusa, dflash or dspark [eagle3]
   --eagle_config FILE architecture of an EAGLE, DFlash or DSpark draft as JSON [layers like the base's]
   --output DIR        where everything goes [runs/eagle3]
-  --draft_vocab N     EAGLE-3: draft vocabulary size [4096; 32000 with --base_model]
+  --draft_vocab N     EAGLE-3: draft vocabulary size [4096; 32000 with --base_model]; dflash, dspark: [the whole vocabulary]
   --synthesize N      have the base make up N conversations, questions included; with --prompts it answers both
   --temperature X     of the training answers: use the one you serve at (docs/acceptance.md#training-data) [0: greedy]
   --sa_threshold N    validate once more with a lookup beside the draft (validate.py --sa-threshold)
@@ -92,10 +92,12 @@ unread() { # reason, flags that the algorithm does not have...
   for name in "$@"; do [ -z "${!name}" ] || fail "--$name with --algorithm $algorithm: $why"; done
 }
 policy=fp8
-vocabulary=() # a reduced one is EAGLE-3's alone
+vocabulary=() # a reduced one is EAGLE-3's, and on request that of block drafts
 case $algorithm in
   medusa) unread "Medusa heads have the base's width and vocabulary, and a step each" eagle_config draft_vocab ttt_steps ;;
-  dflash|dspark) unread "a block has the base's vocabulary and as many steps as slots" draft_vocab ttt_steps step_decay ;;
+  dflash|dspark)
+    unread "a block has as many steps as slots" ttt_steps step_decay
+    [ -z "$draft_vocab" ] || vocabulary=(--draft-vocab "$output/vocab") ;;
   mtp-from-base)
     policy=fp8_base_only # the module stays in high precision
     unread "it takes the base's module unchanged" eagle_config draft_vocab ;;
