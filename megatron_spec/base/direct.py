@@ -190,7 +190,7 @@ class DirectForward:
 
     def _adds(self, module: Any, training: bool) -> bool:
         """True if the product with this module includes the residual sum."""
-        return self.tp.size() == 1 and self.operators.adds(module, training)
+        return self.tp.size() == 1 and self.operators.includes(module, training)
 
     def _head_norms(self, attention: Any) -> Norms:
         return (attention.q_layernorm.weight, attention.k_layernorm.weight) if self.config.qk_norm else None

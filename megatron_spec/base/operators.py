@@ -95,8 +95,9 @@ class PlainOperators:
         """silu(gate) * up of the outputs of an MLP's first module, as an activation."""
         return self.gated(self.linear(activation, module, module.bias))
 
-    def adds(self, module: Any, training: bool) -> bool:
-        """True if `add_product` is faster than a product and a sum."""
+    def includes(self, module: Any, training: bool) -> bool:
+        """True if a product with the module's weight computes what follows it: the gate, or by `add_product` the
+        residual sum."""
         return False
 
     def add_product(self, x: Tensor, activation: Any, module: Any, keep: bool) -> Tensor:
@@ -158,18 +159,14 @@ class KernelOperators(PlainOperators):
 
     def gated_product(self, activation: Any, module: Any, training: bool) -> Any:
         """See `PlainOperators.gated_product`."""
-        if not self._includes(module, training):
+        if not self.includes(module, training):
             return super().gated_product(activation, module, training)
         out = activation.new_empty(len(activation), len(module.weight) // 2)
         self.kernels.gated_product(activation, module.weight, out)
         return out
 
-    def adds(self, module: Any, training: bool) -> bool:
-        """See `PlainOperators.adds`."""
-        return self._includes(module, training)
-
-    def _includes(self, module: Any, training: bool) -> bool:
-        """True if the product with the module's weight computes what follows it."""
+    def includes(self, module: Any, training: bool) -> bool:
+        """See `PlainOperators.includes`."""
         return self.epilogues and training and module.bias is None
 
 

@@ -125,12 +125,12 @@ def _without_preference(record: Any, repairs: Counter[str]) -> Any:
 
 def _messages(record: dict[str, Any], repairs: Counter[str]) -> list[Any]:
     keys = [key for key in _KEYS if isinstance(record.get(key), list)]
-    texts = [record[key] for key in ("turns", "prompt") if isinstance(record.get(key), list)]
+    texts: list[Any] = next((record[key] for key in ("turns", "prompt") if isinstance(record.get(key), list)), [])
     if keys:
         messages = [_renamed(message) for message in record[keys[0]]]
-    elif texts and not all(isinstance(message, dict) for message in texts[0]):
-        messages = [m if isinstance(m, dict) else {"role": "user", "content": m} for m in texts[0]]
-    elif found := _pair(record) or [*texts, []][0]:
+    elif not all(isinstance(message, dict) for message in texts):
+        messages = [m if isinstance(m, dict) else {"role": "user", "content": m} for m in texts]
+    elif found := _pair(record) or texts:
         messages = [_renamed(message) for message in found]
     else:
         raise BadConversation("", f"no messages or conversations, only the keys {', '.join(record)[:80] or '(none)'}")

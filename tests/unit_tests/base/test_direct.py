@@ -120,7 +120,7 @@ def test_the_input_stays_as_it_is() -> None:
     direct = DirectForward(base.config, base.direct.layers, base.direct.final_norm, base.direct.tp, paths)
     hidden, positions = torch.randn(6, 2, base.config.hidden_size), torch.arange(6).expand(2, 6)
     before, inv_freq = hidden.clone(), torch.rand(base.config.head_dim // 2)
-    assert direct.operators.adds(direct.layers[0].mlp.linear_fc2, training=True)
+    assert direct.operators.includes(direct.layers[0].mlp.linear_fc2, training=True)
     direct(hidden, positions, inv_freq, ())
     assert torch.equal(hidden, before)
 
