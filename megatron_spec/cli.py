@@ -373,12 +373,14 @@ def _leave(code: int, message: str, error: str = "") -> NoReturn:
         print(message if rank() == 0 else f"[rank {rank()}] {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    watching = sys.modules.get("megatron_spec.runtime.failure")
+    watching, quiet = sys.modules.get("megatron_spec.runtime.failure"), True
     if watching is not None:
-        watching.leave((error or message)[:300] or None if code else None)
+        quiet = watching.leave((error or message)[:300] or None if code else None)
     if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os._exit(code)  # destructors could wait for ranks that wait for this one: torchrun ends them
     started = sys.modules.get("megatron_spec.runtime.distributed")
     if started is not None:
         started.shutdown()
+    if not quiet:
+        os._exit(code)
     sys.exit(code)

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 SECONDS = 1.0
 """Seconds between two reads of the store."""
+READ = timedelta(seconds=10)
+"""Longest time of one read."""
 
 
 def under_launcher() -> bool:
@@ -26,7 +28,7 @@ def under_launcher() -> bool:
 
 def _store() -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))
+    store = dist.TCPStore(host, port, is_master=False, timeout=READ)
     attempt = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return dist.PrefixStore(f"megatron_spec/{attempt}", store)
 
@@ -57,12 +59,21 @@ def watch() -> None:
         FailureWatch().start()
 
 
-def leave(error: str | None) -> None:
-    """Called by a rank that exits: stop watching and, after an error, report it to all other ranks."""
+def leave(error: str | None) -> bool:
+    """Called by a rank that exits: stop watching and, after an error, report it to all other ranks.
+
+    Returns:
+        True when nothing reads the store any more. A thread that Python's exit finds inside the store's C++ code would
+        abort the process, so a rank without an error waits for its last read.
+    """
     watching = [t for t in threading.enumerate() if isinstance(t, FailureWatch)]
     for thread in watching:
         thread.leaving.set()
-    if watching and error is not None:
+    if error is None:
+        for thread in watching:
+            thread.join(2 * READ.total_seconds())  # two reads: whether there is an error, and the error
+    elif watching:
         with contextlib.suppress(RuntimeError):  # the store may be gone with its host
             if not watching[0].store.check(["failed"]):
                 watching[0].store.set("failed", f"rank {os.environ['RANK']} failed: {error}")
+    return not any(thread.is_alive() for thread in watching)
