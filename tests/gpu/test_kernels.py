@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_spec.ops import backend, plain
-from tests.gpu.triton_device import COMPILED, DEVICE, MARKS, variants
+from tests.gpu.triton_device import DEVICE, MARKS
 
 pytestmark = MARKS
 
@@ -204,18 +204,3 @@ def test_adamw(size: int) -> None:
     for a, b in zip((master, first, second), twin, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.float(), wanted.float(), rtol=8e-3, atol=1e-6)
-
-
-@COMPILED
-def test_other_numbers_of_rows_compile_nothing() -> None:
-    from megatron_spec.ops.kernels import rows
-
-    def compiled(R: int) -> int:
-        x, weight = torch.zeros(R, 64, device=DEVICE), torch.ones(64, device=DEVICE)
-        rstd = rows.norm_forward(x, 1e-5, first=(weight, torch.empty_like(x)))
-        rows.norm_backward(x, rstd, torch.empty_like(x), (x, weight, rows.norm_partials(64, x.device)))
-        rows.gated_forward(x, x.new_empty(R, 32))
-        rows.shifted_sum(x, R // 2, R // 2, 2, 1)
-        return variants(rows)
-
-    assert compiled(1040) == compiled(1030) > 0

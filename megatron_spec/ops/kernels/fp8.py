@@ -101,7 +101,7 @@ def quantize(x_RH: Tensor) -> Fp8Matrix:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _column_peaks_kernel(x_ptr, scale_ptr, peak_ptr, R, H, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Largest magnitude of scale * x in every column, over the rows of one program."""
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -116,7 +116,7 @@ def _column_peaks_kernel(x_ptr, scale_ptr, peak_ptr, R, H, ROWS: tl.constexpr, B
     tl.store(peak_ptr + tl.program_id(1) * H + cols, tl.max(peak, axis=0), mask=cols < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _columns_kernel(
     x_ptr, row_scale_ptr, column_scale_ptr, out_ptr, out_stride, R, H, SCALED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip

@@ -131,6 +131,12 @@ def _gradient(
     return tl.max(peak, axis=0)
 
 
+def per_row(count: int, logits_RD: Tensor) -> tuple[Tensor, ...]:
+    """`count` outputs, fp32 [R] each, all of them aligned: one that is not would compile the kernels once more."""
+    R = len(logits_RD)
+    return torch.empty(count, triton.cdiv(R, 4) * 4, dtype=torch.float32, device=logits_RD.device)[:, :R].unbind()
+
+
 def soft_rows(
     logits_RD: Tensor,
     teacher_UD: Tensor,
@@ -150,7 +156,7 @@ def soft_rows(
         loss [R], overlap sum_v min(p, q) [R], argmax of the draft [R].
     """
     R, D = logits_RD.shape
-    loss, overlap = torch.empty(2, R, dtype=torch.float32, device=logits_RD.device)
+    loss, overlap = per_row(2, logits_RD)
     best = torch.empty(R, dtype=torch.int64, device=logits_RD.device)
     if R:
         _row_kernel[(R,)](
@@ -164,7 +170,7 @@ def soft_rows(
 def largest(logits_RD: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """(largest value, log-sum-exp, index of the largest value) of logits / temperature, each [R]."""
     R, D = logits_RD.shape
-    top, lse = torch.empty(2, R, dtype=torch.float32, device=logits_RD.device)
+    top, lse = per_row(2, logits_RD)
     best = torch.empty(R, dtype=torch.int64, device=logits_RD.device)
     if R:
         _largest_kernel[(R,)](
@@ -189,7 +195,7 @@ def soft_shard(
         lse_R: fp32 log-sum-exp of logits / temperature over all ranks.
     """
     R, D = logits_RD.shape
-    loss, overlap = torch.empty(2, R, dtype=torch.float32, device=logits_RD.device)
+    loss, overlap = per_row(2, logits_RD)
     if R:
         _gradient_kernel[(R,)](
             logits_RD, logits_RD.stride(0), teacher_UD, teacher_UD.stride(0), rows_R, teacher_lse_U, weight_R, loss,
@@ -315,7 +321,7 @@ def mixed_rows(
     """
     R, D = logits_RD.shape
     a, b = weights
-    loss, overlap = torch.empty(2, R, dtype=torch.float32, device=logits_RD.device)
+    loss, overlap = per_row(2, logits_RD)
     best = torch.empty(R, dtype=torch.int64, device=logits_RD.device)
     if R:
         _mixed_kernel[(R,)](
@@ -340,7 +346,7 @@ def mixed_sums(
         lse_R: fp32 log-sum-exp of logits / temperature over all ranks.
     """
     R, D = logits_RD.shape
-    label, overlap, mass = torch.empty(3, R, dtype=torch.float32, device=logits_RD.device)
+    label, overlap, mass = per_row(3, logits_RD)
     if R:
         _mixed_sums_kernel[(R,)](
             logits_RD, logits_RD.stride(0), teacher_UD, teacher_UD.stride(0), rows_R, teacher_lse_U, column_U, lse_R,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_spec.ops.kernels.loss import largest
+from megatron_spec.ops.kernels.loss import largest, per_row
 from megatron_spec.ops.kernels.rows import gated_forward
 
 MANY = 1024
@@ -109,15 +109,14 @@ def gated_product(x_RH: Tensor, weight_XH: Tensor, out_RM: Tensor, gate_up_RX: T
 
 @triton.jit
 def _row_sums(z, col, V, per_log2, MASSES: tl.constexpr, UNEVEN: tl.constexpr, WIDTH: tl.constexpr):
-    """(largest, sum of exp((z - largest) / temperature) if MASSES) of the rows of a part of a tile.
-
-    A part without a column has no sum: MASSES and UNEVEN exclude each other.
-    """
+    """(largest, sum of exp((z - largest) / temperature) if MASSES) of the rows of a part of a tile."""
     if UNEVEN:
         z = tl.where((col + tl.arange(0, WIDTH) < V)[None, :], z, LOW)
     top = tl.maximum(tl.max(z, axis=1), LOW)
     mass = top
-    if MASSES:
+    if MASSES and UNEVEN:  # exact where both are LOW, which a fused multiply-add of LOW * per_log2 is not
+        mass = tl.sum(tl.exp2((z - top[:, None]) * per_log2), axis=1)
+    elif MASSES:
         mass = tl.sum(tl.exp2(z * per_log2 - (top * per_log2)[:, None]), axis=1)
     return top, mass
 
@@ -181,19 +180,18 @@ def largest_product(
         masses: without, the log-sum-exp is not computed, and what is returned for it is not defined.
     """
     (R, H), V, device = x_RH.shape, len(weight_VH), x_RH.device
-    uneven = V % COLUMNS > 0
-    if H < MANY_INPUTS or (masses and uneven) or not _suits(x_RH, weight_VH, out_RV):
+    if H < MANY_INPUTS or not _suits(x_RH, weight_VH, out_RV):
         return largest(torch.mm(x_RH, weight_VH.t(), out=out_RV), temperature)
     N, inverse = triton.cdiv(V, COLUMNS), 1.0 / temperature
-    # one by one: a pointer that is not aligned, as to a second row, would compile the kernels again
-    top, lse, tops = (torch.empty(*shape, dtype=torch.float32, device=device) for shape in ((R,), (R,), (R, N)))
+    top, lse = per_row(2, x_RH)
+    tops = torch.empty(R, N, dtype=torch.float32, device=device)
     sums = torch.empty_like(tops) if masses else tops
     best = torch.empty(R, dtype=torch.int64, device=device)
     programs = _programs(device)
     _largest_kernel[(programs,)](
         _in_tiles(x_RH, [ROWS, INPUTS]), _in_tiles(weight_VH, [COLUMNS, INPUTS]),
         _in_tiles(out_RV, [ROWS, COLUMNS // 2]), tops, sums, R, V, H, inverse * LOG2_E, programs, masses,
-        uneven, **_TILES, num_warps=8, num_stages=3,
+        V % COLUMNS > 0, **_TILES, num_warps=8, num_stages=3,
     )  # fmt: skip
     block = triton.next_power_of_2(N)
     rows = max(1, min(64, 2048 // block))  # their logits of a tile fit the registers

@@ -156,7 +156,7 @@ def rotary_forward(
     _launch_rotary(x_RX, e_EX, place_R, tables, q, k, v, heads, kv_heads, grouped, False, norms, eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _head_norm_backward_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, before_ptr, q_norm_ptr, k_norm_ptr, x_ptr, partial_ptr, R, eps,
     N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
