@@ -70,8 +70,10 @@ def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
             f"--export-quant-cfg {name!r} is not known{suggest(name, PRESETS)}; known: {', '.join(PRESETS)}, or a "
             ".json or .yaml file"
         )
-    if kv_cache is None:
+    if kv_cache is None or kv_cache == policy.kv_cache:
         return policy
+    if policy.kv_cache != "none":
+        log.info("--export-kv-cache-quant %s replaces the kv_cache of %s, %s", kv_cache, name, policy.kv_cache)
     try:
         return policy.replace(kv_cache=kv_cache)
     except UserError as e:
@@ -155,7 +157,10 @@ def _quantize(
         extra=trained, base_amax=base_amax_state(loaded.base) if quant.base != "none" else None, run_config=run_config,
     )  # fmt: skip
     seen = min(steps * loader.global_batch_size, len(dataset))  # repeated, where they do not fill all ranks
-    log.info("quantised with %s on %d conversations: %s", run.policy, seen, saved)
+    asked = f" (--calib-samples {run.samples}, in whole batches of {loader.global_batch_size})"
+    log.info(
+        "quantised with %s on %d conversations%s: %s", run.policy, seen, asked if seen != run.samples else "", saved
+    )
     return saved
 
 

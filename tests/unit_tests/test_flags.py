@@ -99,6 +99,16 @@ def test_hints_for_names_in_other_frameworks(capsys: pytest.CaptureFixture[str])
         quant_policy("FP8_DEFAULT_CFG")
 
 
+def test_the_cache_of_the_flag_replaces_that_of_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from megatron_spec.commands.quantize import quant_policy
+
+    file = tmp_path / "policy.json"
+    file.write_text('{"kv_cache": "fp8"}')
+    with caplog.at_level("INFO"):
+        assert quant_policy(str(file), "none").kv_cache == "none"
+    assert f"--export-kv-cache-quant none replaces the kv_cache of {file}, fp8" in caplog.text
+
+
 def test_own_flags_are_not_in_the_table() -> None:
     of_finetune_alone = {"--fp8-format", "--fp8-recipe"}  # the other scripts name it
     for run in RUNS:
@@ -166,6 +176,8 @@ def test_impossible_trees_and_lengths_are_refused() -> None:
     for choices in ("[[0], [0, 0], [0, 0, 0]]", "[[96]]"):
         with pytest.raises(UserError, match="--medusa-choices: found a path"):
             check_lengths(DecodeConfig(medusa_choices=choices), (2,), heads)
+    with pytest.raises(UserError, match="--max-draft-len 300, but the base has 256 positions"):
+        check_lengths(DecodeConfig(), (3, 300), None, positions=256)
     check_lengths(tree, (2,), None)
     check_lengths(DecodeConfig(medusa_choices="[[0], [0, 95]]"), (2,), heads)
     check_lengths(DecodeConfig(medusa_choices="[[0], [0, 95]]"), (1, 2), heads)
