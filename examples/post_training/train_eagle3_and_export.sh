@@ -193,7 +193,7 @@ accepted() { # script, flags...
 accepted generate.py --base "$base" --data x --output x "${answers_of[@]}"
 accepted finetune.py --load x --save x "${training[@]}" "${schedule[@]}"
 [ "$qat_iters" -eq 0 ] || accepted finetune.py --load x --save x "${training[@]}" --train-iters "$qat_iters" --lr "$qat_lr"
-longest=$(sed -n 's/.*"max_position_embeddings": *\([0-9]\{1,\}\).*/\1/p' "$base/config.json" 2>/dev/null | sort -n | tail -n 1)
+longest=$(sed -n 's/.*"max_position_embeddings": *\([0-9]\{1,\}\).*/\1/p' "$base/config.json" 2>/dev/null | sort -n | tail -n 1 || true)
 [ "$seq_length" -le "${longest:-$seq_length}" ] || fail "--seq_length $seq_length: the base has $longest positions"
 case $algorithm in # a draft proposes no more than it was trained for
   medusa) deepest=4 ;;
@@ -258,6 +258,7 @@ stage validate_bf16 "" launch validate.py --load "$output/finetuned" "${measure[
 [ -z "$sa_threshold" ] || stage validate_lookup "" launch validate.py --load "$output/finetuned" "${measure[@]}" \
   --sa-threshold "$sa_threshold" --output "$output/validate_lookup.json"
 if [ "$qat_iters" -gt 0 ]; then
+  [ "$policy" = fp8 ] || steps=() # no input of the draft is calibrated
   stage quantize "$output/quantized" launch quantize.py --export-quant-cfg "$policy" --load "$output/finetuned" \
     --save "$output/quantized" "${conversations[@]}" "${steps[@]}" --calib-samples 32
   stage qat "" launch finetune.py --load "$output/quantized" --save "$output/qat" "${training[@]}" \

@@ -197,6 +197,12 @@ def expect(value: Any, kind: type, what: str, hint: str = "") -> None:
         raise UserError(f"{found} ({hint})" if hint else found)
 
 
+def expect_choice(value: Any, choices: Any, what: str) -> None:
+    """Raise UserError unless an argument of the library is one of the values of a Literal."""
+    if not _fits(value, choices):
+        raise UserError(f"{what}: found {value!r}, expected {_readable(choices)}")
+
+
 def require(condition: bool, message: str) -> None:
     """Raise UserError with `message` unless `condition` holds."""
     if not condition:

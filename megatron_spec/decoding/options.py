@@ -124,6 +124,8 @@ def check_lengths(
         )
     if positions is not None and deepest > positions:
         raise UserError(f"{flag} {deepest}, but the base has {positions} positions: give fewer")
+    if isinstance(draft, EagleConfig) and draft.parallel_drafting and min(lens) < 1:
+        raise UserError(f"{flag} {min(lens)}: a p-eagle draft proposes at least one token")
     if isinstance(draft, EagleConfig) and draft.parallel_drafting and trained is not None and deepest > trained:
         raise UserError(
             f"{flag} {deepest}: this p-eagle draft proposes {trained} tokens at once, as it was trained "

@@ -191,6 +191,8 @@ def test_a_p_eagle_draft_proposes_what_it_was_trained_for() -> None:
         check_lengths(DecodeConfig(), (2, 5), parallel, 4)
     check_lengths(DecodeConfig(), (4,), parallel, 4)
     check_lengths(DecodeConfig(), (9,), parallel, None)  # an exported draft does not say
+    with pytest.raises(UserError, match="--max-draft-len 0: a p-eagle draft proposes at least one token"):
+        check_lengths(DecodeConfig(), (0,), parallel)
     check_lengths(DecodeConfig(), (9,), presets.eagle_config(BASE), 4)
 
 
@@ -262,7 +264,6 @@ def spec(draft: Any, quant: QuantConfig | None = None) -> CheckpointSpec:
         ("eagle3", {"export_embeddings": True, "extra_modules": False}, "--export-embeddings concerns the draft"),
         ("eagle3", {"yarn_factor": 4.0}, "--export-yarn-original None: expected both"),
         ("eagle3", {"yarn_factor": 0.5, "yarn_original": 9}, "a factor above 1"),
-        ("eagle3", {"yarn_factor": float("inf"), "yarn_original": 9}, "a factor above 1"),
         ("eagle3", {"yarn_factor": 4.0, "yarn_original": 9, "format": "speculators"}, "needs --export-format hf"),
     ],
 )
