@@ -182,8 +182,8 @@ class Parser(argparse.ArgumentParser):
                 about = field.metadata
                 self._add_fields(hint, title, f"{path}{field.name}.", about.get("only", ()), about.get("skip", ()))
             else:
-                title = field.metadata.get("title")
-                self._add_flag(field, hint, docs[field.name], self._titled(title) if title else to, path + field.name)
+                named = field.metadata.get("title")
+                self._add_flag(field, hint, docs[field.name], self._titled(named) if named else to, path + field.name)
 
     def _titled(self, title: str) -> argparse._ArgumentGroup:
         known = (group for group in self._action_groups if group.title == title)
