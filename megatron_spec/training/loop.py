@@ -24,7 +24,7 @@ from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.runtime.platform import to_device
 from megatron_spec.training.metrics import name_metrics
-from megatron_spec.training.step import StepResult, Trainer
+from megatron_spec.training.step import NonFiniteLossError, StepResult, Trainer
 from megatron_spec.training.tracking import Progress, Rate, Tracker
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,11 @@ def train(
             trainer.iteration = position.done
             batches, features, count = ahead.step()
             describe = f"iteration {position.iteration + 1}, samples {_numbers(batches)}"
-            result = trainer.step(features, describe, count, ahead.prepare)
+            try:
+                result = trainer.step(features, describe, count, ahead.prepare)
+            except NonFiniteLossError:  # all ranks raise it: what is being saved is the last good state
+                saver.wait()
+                raise
             position.iteration += 1
             position.consumed_samples += train.global_batch_size
             tokens = sum(b.num_tokens for b in batches) * trainer.world.dp_size
