@@ -123,6 +123,7 @@ def _measure(
         html.write_html(run.html_output, {draft: report.to_dict()})
     for measured in report.runs:
         _log_run(measured, report)
+    log.info("report: %s", " and ".join(filter(None, (str(_report_path(run)), run.html_output))))
     if report.first.text_identical is False and models.fake_quantised and not run.fp64:
         log.info("an fp8 base rounds inputs differently in batches of other sizes; --fp64 compares texts without this")
     return report

@@ -28,6 +28,7 @@ from megatron_spec.config import (
     megatron_flags,
     presets,
 )
+from megatron_spec.config.help_text import field_docs
 from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.decoding.options import check_lengths, check_options, check_undrafted
 from tests.tiny import llama
@@ -413,7 +414,7 @@ def test_every_field_of_every_configuration_is_documented() -> None:
         kinds += kind.__subclasses__()
         if dataclasses.is_dataclass(kind) and kind.__module__.startswith("megatron_spec") and kind not in seen:
             seen.add(kind)
-            missing = {f.name for f in dataclasses.fields(kind)} - cli.field_docs(kind).keys()
+            missing = {f.name for f in dataclasses.fields(kind)} - field_docs(kind).keys()
             assert not missing, (kind, missing)
     assert len(seen) > 20
 

@@ -148,7 +148,7 @@ def test_progress_line() -> None:
         "lr": 1e-4, "grad_norm": 0.3, "tokens_per_second": 1000.0,
     }  # fmt: skip
     line = Progress(10, 0).line(metrics)
-    assert "step 5/10" in line and "accuracy % [50 25]" in line and "predicted AL 1.62" in line
+    assert "step 5/10" in line and "accuracy % [50 25]" in line and "predicted acceptance length 1.62" in line
 
 
 def test_the_speed_of_the_last_step_counts_its_features() -> None:
