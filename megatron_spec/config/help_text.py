@@ -14,7 +14,7 @@ LONG_CHOICES = 56
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps paragraphs to the width of the terminal, but not indented lines (commands); shows --x, --no-x shorter."""
+    """Wraps paragraphs to the width of the terminal, but not commands, which are indented."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.strip("\n").split("\n\n")
@@ -24,9 +24,10 @@ class HelpFormatter(argparse.HelpFormatter):
         return "\n\n".join(paragraphs)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        if isinstance(action, argparse.BooleanOptionalAction):
-            return action.option_strings[0].replace("--", "--[no-]", 1)
-        return super()._format_action_invocation(action)
+        shown = super()._format_action_invocation(action)
+        if isinstance(action, argparse.BooleanOptionalAction) and len(shown) > self._width - 2:
+            return action.option_strings[0]  # argparse would not wrap the line
+        return shown
 
 
 def flag_text(text: str, default: object, choices: tuple[str, ...]) -> str:
