@@ -6,7 +6,6 @@ Parsing imports neither torch nor megatron-core, so `--help` and flag errors ans
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import errno
 import functools
@@ -17,7 +16,6 @@ import math
 import os
 import re
 import sys
-import textwrap
 import time
 import types
 import typing
@@ -25,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
 
 from megatron_spec.config import Config, UserError, flag_name, megatron_flags, suggest
+from megatron_spec.config.help_text import LONG_CHOICES, HelpFormatter, field_docs, flag_text
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +63,22 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, description: str | None, run: type[Config] | None = None) -> None:
-        super().__init__(
-            description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        super().__init__(description=description, allow_abbrev=False, formatter_class=HelpFormatter)
         self.run_class, self.notes, self.refused = run, list[str](), set[str]()
         self.register("type", float, _finite)
         if run is not None:
             self._add_fields(run, self, "")
+
+    def format_usage(self) -> str:
+        """The required arguments only: some scripts have a hundred options, which follow with their explanations."""
+        formatter = self._get_formatter()
+        formatter.add_usage(None, [a for a in self._actions if a.required or not a.option_strings], [])
+        return f"{formatter.format_help().rstrip()} [options]\n"
+
+    def format_help(self) -> str:
+        """Usage, description and all options."""
+        self.usage = self.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and the message."""
@@ -185,7 +193,12 @@ class Parser(argparse.ArgumentParser):
                 about = field.metadata
                 self._add_fields(hint, title, f"{path}{field.name}.", about.get("only", ()), about.get("skip", ()))
             else:
-                self._add_flag(field, hint, docs[field.name], to, path + field.name)
+                named = field.metadata.get("title")
+                self._add_flag(field, hint, docs[field.name], self._titled(named) if named else to, path + field.name)
+
+    def _titled(self, title: str) -> argparse._ArgumentGroup:
+        known = (group for group in self._action_groups if group.title == title)
+        return next(known, None) or self.add_argument_group(title)
 
     def _add_flag(self, field: dataclasses.Field[Any], hint: Any, text: str, to: Any, dest: str) -> None:
         options = _argument(hint)
@@ -200,11 +213,13 @@ class Parser(argparse.ArgumentParser):
             options["action"] = Once
         optional = type(None) in typing.get_args(hint)
         default = None if field.default is dataclasses.MISSING else field.default
-        if default not in (None, "") and "default:" not in text.lower():
-            text += f" (default: {str(default).replace('%', '%%')})"
         required = field.default is dataclasses.MISSING and not optional
+        choices = options.get("choices", ())
+        if len(",".join(choices)) > LONG_CHOICES:
+            options["metavar"] = "NAME"
         flags = ["--" + flag_name(field), *_ALIASES.get(field.name, [])]
-        to.add_argument(*flags, dest=dest, help=text, default=default, required=required, **options)
+        action = to.add_argument(*flags, dest=dest, default=default, required=required, **options)
+        action.help = argparse.SUPPRESS if about.get("unlisted") else flag_text(text, default, choices)
 
 
 def _is_flag(word: str) -> bool:
@@ -261,27 +276,6 @@ def _argument(hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
     return {"type": hint, "metavar": getattr(hint, "__name__", "VALUE").upper()}
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """Docstrings of the fields of a dataclass and its parents, by field name."""
-    docs: dict[str, str] = {}
-    for part in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(part):
-            docs.update(_own_field_docs(part))
-    return docs
-
-
-@functools.cache
-def _own_field_docs(cls: type) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs: dict[str, str] = {}
-    for node, after in zip(body.body, body.body[1:], strict=False):
-        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(text, str):
-            docs[node.target.id] = " ".join(text.split()).replace("%", "%%")
-    return docs
 
 
 def at_least_one(text: str) -> int:

@@ -143,7 +143,14 @@ if [ -z "$train_iters" ]; then # the short recipe reads its conversations 2.6 ti
   [ "$conversations" -gt 0 ] || fail "${data:-$prompts}: no conversation"
   train_iters=$((conversations * 13 / (5 * global_batch) + 1))
 fi
-[ "$num_gpu" -gt 0 ] || export CUDA_VISIBLE_DEVICES=
+half=() # of the stages whose texts need not be the same in every row shape
+if [ "$num_gpu" -eq 0 ]; then
+  export CUDA_VISIBLE_DEVICES=
+  if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then # twice the speed of fp32
+    half=(--bf16)
+    echo "this CPU computes in bf16: it writes the answers and trains in bf16, and validates in fp32"
+  fi
+fi
 
 # The interpreter: on GPU machines, one that has torch with CUDA and the other packages, else our own environment.
 python=python3
@@ -180,11 +187,11 @@ case $algorithm in # Medusa has a step per head, a block one per slot, and its o
   *) steps=(--ttt-steps "$ttt_steps") goal=(--loss "$loss" ${step_decay:+--step-decay "$step_decay"}) ;;
 esac
 training=("${conversations[@]}" "${steps[@]}" "${goal[@]}" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
-  --global-batch-size "$global_batch" --log-interval 10 "${rows[@]}")
+  --global-batch-size "$global_batch" --log-interval 10 "${rows[@]}" "${half[@]}")
 schedule=(--train-iters "$train_iters" --save-interval "$((train_iters / 5 + 1))" --lr "$lr" --lr-warmup-iters "$warmup")
 asked=(${synthesize:+--synthesize "$synthesize"})
 [ -n "$synthesize" ] && [ -z "$prompts" ] || asked+=(--data "${prompts:-$scripts/data/prompts.jsonl}" --num-prompts "$num_prompts")
-answers_of=(--max-new-tokens "$max_new_tokens" --batch-size "$answers" ${temperature:+--temperature "$temperature"} "${words[@]}")
+answers_of=(--max-new-tokens "$max_new_tokens" --batch-size "$answers" ${temperature:+--temperature "$temperature"} "${words[@]}" "${half[@]}")
 
 # A value that a script would refuse is refused now, not when hours of training data have been written.
 accepted() { # script, flags...
@@ -213,7 +220,7 @@ fi
 mkdir -p "$output/.stages" || fail "--output $output cannot be written: choose another folder"
 options="algorithm=$algorithm eagle_config=$eagle_config base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
 train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \
-max_new_tokens=$max_new_tokens synthesize=$synthesize temperature=$temperature recipe=$recipe files=$(content "$eagle_config" "$data" "$prompts")"
+max_new_tokens=$max_new_tokens synthesize=$synthesize temperature=$temperature recipe=$recipe half=${half[*]} files=$(content "$eagle_config" "$data" "$prompts")"
 if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "$options" ]; then
   printf 'recorded: %s\ngiven:    %s\n' "$(cat "$output/.stages/options")" "$options" >&2
   fail "$output holds a run with other options: choose another --output, or remove it"
@@ -239,8 +246,7 @@ stage() { # name, output that only this stage makes ('' when the command continu
   mv "$output/.stages/.$name.tmp" "$output/.stages/$name"
 }
 
-[ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" "${asked[@]}" --output "$train" \
-  "${answers_of[@]}"
+[ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" "${asked[@]}" --output "$train" "${answers_of[@]}"
 [ ${#vocabulary[@]} -eq 0 ] || stage calibrate_vocab "$output/vocab" "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
   --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab" "${words[@]}"
 stage convert "$output/draft" launch convert_model.py "${kind[@]}" "${vocabulary[@]}" --load "$base" --save "$output/draft"

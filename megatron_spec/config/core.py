@@ -30,6 +30,8 @@ def option(
     parse: Callable[[str], Any] | None = None,
     once: bool = False,
     hidden: bool = False,
+    unlisted: bool = False,
+    title: str | None = None,
 ) -> Any:
     """A field of a configuration whose flag needs more than its name, type and docstring.
 
@@ -40,9 +42,13 @@ def option(
         parse: text of the flag -> value; default: the type of the field.
         once: refuse the flag when it is given twice; default: the last one counts.
         hidden: no flag is made.
+        unlisted: `--help` does not show the flag.
+        title: of the group of flags in which `--help` shows it; default: with the others of its class.
     """
-    about = {"metavar": metavar, "flag": flag, "least": least, "most": most, "parse": parse, "once": once}
-    about["hidden"] = hidden
+    about = {
+        "metavar": metavar, "flag": flag, "least": least, "most": most, "parse": parse, "once": once, "hidden": hidden,
+        "unlisted": unlisted, "title": title,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata={k: v for k, v in about.items() if v is not None})
 
 

@@ -36,9 +36,9 @@ class ParallelConfig(Config):
     """Layers of the first pipeline stage (default: an equal share)."""
     decoder_last_pipeline_num_layers: int | None = None
     """Layers of the last pipeline stage (default: an equal share)."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, unlisted=True)
     """Refused: interleaved pipeline schedules are not supported."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = option(None, unlisted=True)
     """Refused: interleaved pipeline schedules are not supported."""
     distributed_timeout_minutes: int = option(30, "N", least=1, most=525_600)
     """Minutes that ranks wait for one another (for example while one still reads its data) before the run fails."""

@@ -122,6 +122,7 @@ class _Validation:
         stop_ids: set[int], draft_lens: Sequence[int] | None, output: Path | str | None, about: dict[str, Any],
     ) -> None:  # fmt: skip
         self.base, self.draft, self.encoder, self.stop_ids, self.about = base, draft, encoder, stop_ids, about
+        self.prompts = prompts
         check_draft_lens(lens := (config.max_draft_len,) if draft_lens is None else draft_lens)
         drafted = draft is not None or config.decoding_type is not None
         if not prompts or not drafted:
@@ -163,7 +164,9 @@ class _Validation:
         costs = self._costs()
         memory = self._memory(longest_text(a for part in parts for a in part.answers))
         lens = [c.max_draft_len for c in self.configs]
-        report = build_report(parts, lens, costs, self.config, self.about, self.same_text, memory)
+        report = build_report(
+            parts, lens, costs, self.config, self.about, self.same_text, memory, [p.identifier for p in self.prompts]
+        )
         if self.output is not None and world.rank == 0:
             write_json(self.output, report.to_dict())
         if world.size > 1:
@@ -252,6 +255,8 @@ class _Validation:
         """Costs of a step of `batch_size` sequences for each draft length, timed by phase. Without a draft there is one
         cost for all lengths."""
         some = list(self._samples(self.config.batch_size))
+        if not some:  # there are fewer questions than data-parallel ranks
+            return [None] * len(self.configs)
         group = max(groups(some), key=len)  # those that decode together
         ids = [some[group[i % len(group)]] for i in range(len(some))]
         undrafted = self._timed(ids, self.undrafted, None, 0)
@@ -281,10 +286,13 @@ class _Validation:
         texts = self.config.batch_size * tokens
         held = [weight_bytes(self.base), weight_bytes(model), *(texts * _bytes_per_token(c) for c in caches)]
         world = self.base.world
-        held_F = torch.tensor(held, dtype=torch.float64, device=world.device)
-        if world.size > 1:
-            dist.all_reduce(held_F)
-        base, draft, base_cache, draft_cache = (round(x / world.dp_size) for x in held_F.tolist())
+        held_2F = torch.tensor([held, [x > 0 for x in held]], dtype=torch.float64, device=world.device)
+        if world.size > 1:  # a rank without questions has no cache of the draft
+            dist.all_reduce(held_2F)
+        ranks, sums, holders = world.size // world.dp_size, *held_2F.tolist()
+        base, draft, base_cache, draft_cache = (
+            round(x / max(n, 1) * ranks) for x, n in zip(sums, holders, strict=True)
+        )  # fmt: skip
         return Memory(base, draft, base_cache, draft_cache, self.config.batch_size, tokens)
 
     def _gather(self, part: Part) -> list[Part]:

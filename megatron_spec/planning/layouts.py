@@ -55,6 +55,7 @@ ROWS: dict[str, Row] = {
     "quantize": Row(
         "quantize.py",
         {
+            "SP": "the draft computes more rows under it, so ranges would differ: leave it out",
             "CP": "calibration needs the full sequence; the quantised checkpoint trains under any layout",
             "EP": _WHOLE_EXPERTS,
         },

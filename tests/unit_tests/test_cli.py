@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_spec import cli
+from megatron_spec.commands.runs import ValidateRun
 from megatron_spec.config import Config, DecodeConfig, UserError, group
 
 
@@ -62,6 +63,21 @@ def test_a_value_that_is_replaced_is_named() -> None:
         "--count 2 replaces --count 1, given before it", "--no-cuda-graphs replaces --cuda-graphs, given before it",
         "--urls c replaces --urls a b, given before it",
     ]  # fmt: skip
+
+
+def test_help_fits_80_columns_and_shows_each_default_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    about = "A sentence longer than a line of the terminal, which is wrapped, unlike commands: " + "word " * 9
+    with pytest.raises(SystemExit):
+        cli.Parser(f"{about}\n\n    python command.py {'--flag ' * 20}", ValidateRun).parse_args(["--help"])
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[0].endswith(" --data JSONL [options]")  # what is required, not a hundred flags
+    assert all(len(line) <= 80 for line in shown.splitlines() if "command.py" not in line)
+    assert shown.count("--flag") == 20 and "default: off) (default" not in shown
+    assert "--num-virtual-stages-per-pipeline-rank" not in shown  # accepted, to say that it is not supported
+    assert "One of Eagle3, " in " ".join(shown.split())
 
 
 def test_full_disk_and_missing_permission_are_user_errors(capsys: pytest.CaptureFixture[str]) -> None:

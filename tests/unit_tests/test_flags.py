@@ -28,6 +28,7 @@ from megatron_spec.config import (
     megatron_flags,
     presets,
 )
+from megatron_spec.config.help_text import field_docs
 from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.decoding.options import check_lengths, check_options, check_undrafted
 from tests.tiny import llama
@@ -262,7 +263,7 @@ def spec(draft: Any, quant: QuantConfig | None = None) -> CheckpointSpec:
         ("eagle1", {"max_draft_len": 4}, "--max-draft-len: no serving configuration is written for eagle1"),
         ("eagle3", {"max_draft_len": 4, "extra_modules": False}, "--max-draft-len concerns the draft"),
         ("eagle3", {"export_embeddings": True, "extra_modules": False}, "--export-embeddings concerns the draft"),
-        ("eagle3", {"yarn_factor": 4.0}, "--export-yarn-original None: expected both"),
+        ("eagle3", {"yarn_factor": 4.0}, "--export-yarn-original None: give both"),
         ("eagle3", {"yarn_factor": 0.5, "yarn_original": 9}, "a factor above 1"),
         ("eagle3", {"yarn_factor": 4.0, "yarn_original": 9, "format": "speculators"}, "needs --export-format hf"),
     ],
@@ -426,7 +427,7 @@ def test_every_field_of_every_configuration_is_documented() -> None:
         kinds += kind.__subclasses__()
         if dataclasses.is_dataclass(kind) and kind.__module__.startswith("megatron_spec") and kind not in seen:
             seen.add(kind)
-            missing = {f.name for f in dataclasses.fields(kind)} - cli.field_docs(kind).keys()
+            missing = {f.name for f in dataclasses.fields(kind)} - field_docs(kind).keys()
             assert not missing, (kind, missing)
     assert len(seen) > 20
 

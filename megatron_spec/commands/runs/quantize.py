@@ -25,11 +25,10 @@ class QuantizeRun(Parallel, Precision, Layers, ChatText, MovedBase, DraftModules
     kv_cache: Literal["none", "fp8"] | None = option(None, flag="export-kv-cache-quant")
     """Quantisation of the base's keys and values (default: the policy's)."""
     samples: int = option(256, "N", flag="calib-samples", least=1)
-    """Number of conversations to calibrate on, drawn from the file with a fixed seed; whole batches of
-    all ranks."""
+    """Number of conversations to calibrate on, drawn from the file with a fixed seed."""
     seq_length: int = 2048
     """Truncate conversations to this many tokens."""
     micro_batch_size: int = option(4, least=1)
-    """Conversations per forward pass."""
+    """Conversations of a rank whose features are held at once."""
     objective: ObjectiveConfig = group(ObjectiveConfig, only=("ttt_steps", "alignment"))
     """Draft steps to calibrate."""
