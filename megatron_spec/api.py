@@ -111,7 +111,7 @@ class SpecModel:
 
     def __call__(self, batches: Batch | list[Batch]) -> list[DraftLosses]:
         """Losses of this rank's micro-batches. Sums: divide gradients by the supervised rows of the global batch, after
-        they are summed over all ranks that hold this shard of the draft (docs/scale.md#a-training-loop-of-your-own).
+        they are summed over all ranks that hold this shard of the draft (docs/scale.md#your-own-training-loop).
 
         Args:
             batches: all micro-batches of this pipeline group, the same list on all its ranks.

@@ -187,8 +187,7 @@ options="algorithm=$algorithm eagle_config=$eagle_config base_model=$base_model 
 train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \
 max_new_tokens=$max_new_tokens synthesize=$synthesize temperature=$temperature recipe=$recipe half=${half[*]} files=$(content "$eagle_config" "$data" "$prompts")"
 if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "$options" ]; then
-  printf 'recorded: %s\ngiven:    %s\n' "$(cat "$output/.stages/options")" "$options" >&2
-  fail "$output holds a run with other options: choose another --output, or remove it"
+  fail "$output holds a run with other options ($(differences "$output/.stages/options" "$options")): choose another --output, or remove it"
 fi
 printf '%s\n' "$options" > "$output/.stages/options"
 # Other measurement options: validate again.

@@ -98,7 +98,7 @@ def _with_yarn(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
         return spec
     if factor is None or original is None or not 1 < factor < math.inf:
         raise UserError(
-            f"--export-yarn-factor {factor} with --export-yarn-original {original}: expected both, a factor above 1"
+            f"--export-yarn-factor {factor} with --export-yarn-original {original}: give both, and a factor above 1"
         )
     if run.format != "hf":
         raise UserError(f"--export-yarn-factor needs --export-format hf, found {run.format}")

@@ -140,7 +140,7 @@ class EagleConfig(DecoderDraftConfig):
         self.rope.check_draft()
         options = [n for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(self, n)]
         if self.algorithm == "eagle3.1":
-            require(bool(options), "eagle3.1 without norm_before_fc, fc_norm and norm_output is eagle3: ask for that")
+            require(bool(options), "eagle3.1 without norm_before_fc, fc_norm and norm_output is eagle3: use eagle3")
         else:
             allowed = ["norm_output"] if self.is_module else []
             wrong = [n for n in options if n not in allowed]
@@ -155,7 +155,10 @@ class EagleConfig(DecoderDraftConfig):
         if not self.reads_captures:
             self._validate_shared_head()
         if self.mla is not None:
-            require(not self.layer_options, f"{', '.join(self.layer_options)}: not for a draft with latent attention")
+            require(
+                not self.layer_options,
+                f"a draft with latent attention has no {', '.join(self.layer_options)}: leave them out",
+            )
 
     def _validate_mask_token(self) -> None:
         token = self.mask_token_id
@@ -174,7 +177,10 @@ class EagleConfig(DecoderDraftConfig):
             not self.frozen_head or self.reads_captures,
             f"frozen_head is an option of EAGLE-3, found with {self.algorithm}",
         )
-        require(not self.init_attention or self.mla is None, "init_attention: not for a draft with latent attention")
+        require(
+            not self.init_attention or self.mla is None,
+            "init_attention does nothing for a draft with latent attention: leave it out",
+        )
         require(not self.init_attention or self.init_from_base_layer, "init_attention needs init_from_base_layer")
         require(
             not self.frozen_head or self.hidden_size == self.target_hidden_size,
@@ -190,7 +196,9 @@ class EagleConfig(DecoderDraftConfig):
                 f"{self.algorithm} uses the base's own head: {name} must be the base's {expected}, found "
                 f"{getattr(self, name)}",
             )
-        require(not self.capture_layer_ids, f"{self.algorithm} reads the base's final state: no capture_layer_ids")
+        require(
+            not self.capture_layer_ids, f"{self.algorithm} reads the base's final state: leave capture_layer_ids out"
+        )
         for name in ("norm_before_residual", "own_embed_tokens", *(("fc_bias",) if self.is_module else ())):
             require(not getattr(self, name), f"{name}: not for {self.algorithm}")
         require(

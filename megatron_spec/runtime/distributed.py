@@ -265,10 +265,16 @@ def together(action: Callable[[], T]) -> T:
 
 @contextmanager
 def sole_run(output: Path | str, world: World, file: bool = False) -> Iterator[None]:
-    """Inside, this run owns an output folder, or file. Collective; raises UserError naming the run that owns it."""
+    """Inside, this run owns an output folder, or file. Collective; raises UserError naming the run that owns it.
+
+    Ranks leave together: a launcher ends the others as soon as one exits with an error, such as the code of a run that
+    a signal stopped, while rank 0 may still be closing its files.
+    """
     with ExitStack() as stack:
         together(lambda: stack.enter_context(lock.exclusive(output, file)) if world.rank == 0 else None)
         yield
+    if world.size > 1:
+        dist.barrier()
 
 
 def shutdown() -> None:

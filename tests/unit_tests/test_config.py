@@ -196,9 +196,9 @@ LONGROPE = {
 
 def test_draft_has_one_set_of_rope_frequencies() -> None:
     """longrope has two sets; a draft for such a base uses default frequencies, and one with longrope is refused."""
-    with pytest.raises(UserError, match="rope type longrope in a draft: use default"):
+    with pytest.raises(UserError, match="a draft cannot have rope type longrope: use default"):
         eagle(rope_scaling=LONGROPE)
-    with pytest.raises(UserError, match="rope type longrope in a draft: use default"):
+    with pytest.raises(UserError, match="a draft cannot have rope type longrope: use default"):
         presets.block_config(BASE, "dflash", {"mask_token_id": 1, "rope_scaling": LONGROPE})
     short, long = LONGROPE["short_factor"], LONGROPE["long_factor"]
     rope = RopeConfig(type="longrope", short_factor=tuple(short), long_factor=tuple(long))  # type: ignore[arg-type]

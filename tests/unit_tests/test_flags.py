@@ -249,7 +249,7 @@ def spec(draft: Any, quant: QuantConfig | None = None) -> CheckpointSpec:
         ("eagle1", {"max_draft_len": 4}, "--max-draft-len: no serving configuration is written for eagle1"),
         ("eagle3", {"max_draft_len": 4, "extra_modules": False}, "--max-draft-len concerns the draft"),
         ("eagle3", {"export_embeddings": True, "extra_modules": False}, "--export-embeddings concerns the draft"),
-        ("eagle3", {"yarn_factor": 4.0}, "--export-yarn-original None: expected both"),
+        ("eagle3", {"yarn_factor": 4.0}, "--export-yarn-original None: give both"),
         ("eagle3", {"yarn_factor": 0.5, "yarn_original": 9}, "a factor above 1"),
         ("eagle3", {"yarn_factor": float("inf"), "yarn_original": 9}, "a factor above 1"),
         ("eagle3", {"yarn_factor": 4.0, "yarn_original": 9, "format": "speculators"}, "needs --export-format hf"),

@@ -253,7 +253,7 @@ def test_invalid_flags_are_refused_before_any_request(prompts, tmp_path):
     with Server() as server:
         for flags, words in (
             (["--url", "localhost:8000"], "localhost:8000: expected the URL of a server"),
-            (["--data-path", str(empty)], "holds no prompt"),
+            (["--data-path", str(empty)], "contains no prompts"),
             (["--timeout", "0"], "expected a positive number of seconds"),
             (["--temperature", "-1"], "--temperature -1.0: expected a number of at least 0"),
             (["--temperature", "nan"], "--temperature nan: expected a number of at least 0"),
