@@ -93,6 +93,11 @@ class EagleConfig(DecoderDraftConfig):
         return self.reads_captures and len(self.capture_layer_ids) * self.target_hidden_size == self.hidden_size
 
     @property
+    def fc_of_one_capture(self) -> bool:
+        """A single capture, of another width than the draft: some engines then build no `fc`."""
+        return self.reads_captures and len(self.capture_layer_ids) == 1 and not self.fc_of_equal_widths
+
+    @property
     def norm_before_fc_and_fc_norm(self) -> bool:
         """EAGLE-3.1 with both kinds of norms before `fc`, of which some engines apply one."""
         return self.norm_before_fc and self.fc_norm
