@@ -93,6 +93,11 @@ class EagleConfig(DecoderDraftConfig):
         return self.reads_captures and len(self.capture_layer_ids) * self.target_hidden_size == self.hidden_size
 
     @property
+    def fc_of_one_capture(self) -> bool:
+        """A single capture, of another width than the draft: some engines then build no `fc`."""
+        return self.reads_captures and len(self.capture_layer_ids) == 1 and not self.fc_of_equal_widths
+
+    @property
     def norm_before_fc_and_fc_norm(self) -> bool:
         """EAGLE-3.1 with both kinds of norms before `fc`, of which some engines apply one."""
         return self.norm_before_fc and self.fc_norm
@@ -177,6 +182,10 @@ class EagleConfig(DecoderDraftConfig):
             "init_attention does nothing for a draft with latent attention: leave it out",
         )
         require(not self.init_attention or self.init_from_base_layer, "init_attention needs init_from_base_layer")
+        require(
+            self.fc_init == "last_capture" or (self.reads_captures and self.hidden_size == self.target_hidden_size),
+            f"fc_init {self.fc_init!r} is for drafts of the base's width that read captures: leave it out",
+        )
         require(
             not self.frozen_head or self.hidden_size == self.target_hidden_size,
             f"frozen_head keeps rows of the base's head: hidden_size must be the base's {self.target_hidden_size}, "

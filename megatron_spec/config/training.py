@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_spec.config.core import Config, option, require
+from megatron_spec.config.core import LARGEST_SEED, Config, option, require
 
 LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "lk_hybrid", "hard_ce", "ce_l1"]
 StepWeights = Literal["decay", "d-pace"]
@@ -40,7 +40,7 @@ class ParallelConfig(Config):
     """Refused: interleaved pipeline schedules are not supported."""
     num_virtual_stages_per_pipeline_rank: int | None = option(None, unlisted=True)
     """Refused: interleaved pipeline schedules are not supported."""
-    distributed_timeout_minutes: int = option(30, "N", least=1)
+    distributed_timeout_minutes: int = option(30, "N", least=1, most=525_600)
     """Minutes that ranks wait for one another (for example while one still reads its data) before the run fails."""
 
     def validate(self) -> None:
@@ -218,7 +218,7 @@ class TrainConfig(Config):
     """Number of latest checkpoints to keep."""
     log_interval: int = 1
     """Steps between progress lines; metrics.jsonl has every step."""
-    seed: int = 1234
+    seed: int = option(1234, least=0, most=LARGEST_SEED)
     """Seed of the data order and of the noise in training."""
 
     def validate(self) -> None:
