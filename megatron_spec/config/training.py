@@ -91,13 +91,13 @@ class ObjectiveConfig(Config):
     alignment: Alignment = "serving"
     """Which base row supervises a draft step: as engines verify it, as in the EAGLE-3 paper, or the next token."""
     in_vocab_only: bool = True
-    """Exclude from the loss rows whose most likely token under the base (in block drafts, too, whose token of the text,
-    where the loss reads it) is outside the draft vocabulary."""
+    """Exclude rows from the loss if the base's most likely token is outside the draft vocabulary (block drafts whose
+    loss reads the text: also if the token of the text is)."""
     detach: bool = False
     """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
     replay_weight: float = 1.0
-    """Weight of draft steps that predict a token with which the base replaced a rejected draft token (recorded in the
-    data by generate.py --save-rejections); all others have 1."""
+    """Weight of the draft steps whose target replaced a rejected draft token (recorded in the data by generate.py
+    --save-rejections); all others have weight 1."""
     row_keep: float = 0.7
     """P-EAGLE: depth d trains on a share row_keep ** d of the rows, redrawn at every step."""
     row_keep_least: float = 0.2
