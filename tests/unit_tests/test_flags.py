@@ -294,6 +294,17 @@ def eagle_objective(algorithm: str = "eagle3", **fields: Any) -> ObjectiveConfig
     return presets.objective_for(presets.eagle_config(BASE, algorithm), ObjectiveConfig(**fields))
 
 
+@pytest.mark.parametrize("length", [{"train_iters": 5}, {"train_epochs": 2}])
+def test_a_warm_up_longer_than_the_run_is_named(length: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+    from megatron_spec.commands.finetune import with_steps
+
+    flags = [x for name, value in length.items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    words = ["--load", "d", "--save", "s", "--lr-warmup-iters", "5", *flags]
+    with caplog.at_level("INFO"):
+        assert with_steps(cli.Parser("test", runs.FinetuneRun).parse_args(words).run, rows=20).train_iters == 5
+    assert "--lr-warmup-iters 5: the run ends after 5 steps, so it never reaches --lr" in caplog.text
+
+
 def test_settings_without_effect_are_refused() -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: QuantConfig(percentile=99.0), "percentile 99.0 does nothing with calibration 'max'"),
