@@ -336,6 +336,7 @@ def test_settings_without_effect_are_refused() -> None:
         (lambda: eagle_objective(step_weights="d-pace", step_decay=0.8), "--step-decay: no effect with --step-wei"),
         (lambda: eagle_objective(step_weights="d-pace", step_decay=0.5), "--step-decay: no effect with --step-wei"),
         (lambda: eagle_objective("eagle1", step_weights="d-pace"), "the draft is eagle1"),
+        (lambda: runs.GenerateRun(None, "o", base="b", synthesize=10**10), "--synthesize must be at most 1000000000"),
         (lambda: check_steps(ObjectiveConfig(ttt_steps=65), 64), "--ttt-steps 65: rows have at most 64 tokens"),
         (lambda: check_undrafted(DecodeConfig(max_draft_len=4)), "--max-draft-len needs a draft"),
         (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(in_vocab_only=False)),
