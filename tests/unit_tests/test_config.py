@@ -188,6 +188,16 @@ def test_default_initialisation_of_a_new_draft() -> None:
     assert first_values(BASE.replace(moe=MOE)) == afresh
 
 
+def test_an_initial_value_that_nothing_reads_is_refused() -> None:
+    for algorithm, other, said in (
+        ("eagle1", {}, "eagle1 reads the base's final state and no captures"),
+        ("eagle-mtp", {}, "eagle-mtp reads the base's final state and no captures"),
+        ("eagle3", {"hidden_size": 16}, "fc maps captures of width 32 to 16"),
+    ):
+        with pytest.raises(UserError, match=f"fc_init has no effect, because {said}"):
+            presets.eagle_config(BASE, algorithm, {"fc_init": "average", **other})
+
+
 LONGROPE = {
     "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
     "original_max_position_embeddings": 64,
