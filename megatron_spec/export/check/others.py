@@ -111,6 +111,10 @@ def check_speculators(folder: Folder) -> Iterator[Finding]:
     if kind in ARCHITECTURES:
         yield from block.check_speculators(folder)
         return
+    if kind == "eagle":
+        fix = "rewrite it as an EAGLE-1 folder (tools/check_export.py --fix)"
+        yield Finding("speculators", "no engine loads EAGLE-1 in the format of speculators", fix)
+        return
     if kind not in ("eagle3", "peagle"):
         found = f"speculators_model_type is {kind!r}: only eagle3, peagle, dflash and dspark are checked here"
         yield Finding("speculators", found, "-", warning=True)

@@ -263,8 +263,9 @@ class _Folder:
         if not config.reads_captures and "embed_tokens.weight" in self.found:
             reading.copy_of("embed_tokens", self.found["embed_tokens.weight"])
         self.problems += read_vocabulary(reading, self.found)
-        reasons = _REASONS if config.regresses_state else _REASONS.keys() - _OF_EAGLE1
-        return checked(reading, self.base, {part: _REASONS[part] for part in reasons}, self.problems)
+        others = set() if config.regresses_state else _OF_EAGLE1
+        reasons = {part: why for part, why in _REASONS.items() if part not in others}
+        return checked(reading, self.base, reasons, self.problems)
 
     def _mask_token(self) -> int:
         """Token id of rows yet to be drafted. Raises DraftProblems when it is missing or ambiguous."""

@@ -537,6 +537,12 @@ def test_unexportable_options_are_refused_at_convert(home: Home, tmp_path: Path,
         convert(str(home.base), str(tmp_path / "c"), eagle_config=str(tmp_path / "draft.json"))
 
 
+def test_no_engine_loads_eagle1_of_speculators(home: Home, tmp_path: Path) -> None:
+    folder = write(tmp_path / "d", *speculators_eagle1(*home.export("eagle1", "eagle1")))
+    [wrong] = [f for f in check_folder(folder, base=home.base) if not f.warning]
+    assert wrong.rule == "speculators" and "vllm" in wrong.engines and "--fix" in wrong.fix
+
+
 def test_a_complete_configuration_is_of_the_kind_and_of_the_base(home: Home) -> None:
     base, whole = home.reference.config, DraftVocab.full(V)
     eagle1, wide = presets.eagle_config(base, "eagle1"), base.replace(hidden_size=2 * base.hidden_size)
