@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from megatron_spec.config.base import MlaConfig, MoeConfig
 from megatron_spec.config.block import BlockConfig
-from megatron_spec.config.core import Config, require
+from megatron_spec.config.core import Config, UserError, require
 from megatron_spec.config.decoder import DecoderDraftConfig
 
 EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "p-eagle", "eagle-mtp"]
@@ -151,6 +152,26 @@ class EagleConfig(DecoderDraftConfig):
             self._validate_shared_head()
         if self.mla is not None:
             require(not self.layer_options, f"{', '.join(self.layer_options)}: not for a draft with latent attention")
+
+    def check_new(self, given: Container[str]) -> None:
+        """Raise UserError for a new draft that cannot be trained.
+
+        Args:
+            given: fields that were asked for.
+        """
+        if self.reads_captures and not self.capture_layer_ids:
+            raise UserError(
+                f"--eagle-config: capture_layer_ids is empty, but {self.algorithm} reads layers of the base: name at "
+                "least one, or leave it out for the default"
+            )
+        why = f"{self.algorithm} reads the base's final state and no captures"
+        if self.reads_captures:
+            why = f"fc maps captures of width {self.target_hidden_size} to {self.hidden_size} and starts at random"
+        unread = not self.reads_captures or self.hidden_size != self.target_hidden_size
+        require(
+            not (unread and "fc_init" in given),
+            f"--eagle-config: fc_init has no effect, because {why}: leave it out",
+        )
 
     def _validate_mask_token(self) -> None:
         token = self.mask_token_id

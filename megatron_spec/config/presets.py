@@ -142,28 +142,6 @@ def _draft_shape(base: BaseConfig) -> dict[str, int]:
     return dict(num_attention_heads=heads, num_key_value_heads=groups, head_dim=size, intermediate_size=width)
 
 
-def _check_fc_init(config: EagleConfig, overrides: dict[str, Any]) -> None:
-    """Raise UserError for an initial value of an `fc` that does not read captures of the draft's width."""
-    if "fc_init" not in overrides:
-        return
-    if not config.reads_captures:
-        why = f"{config.algorithm} reads the base's final state and no captures"
-    elif config.hidden_size != config.target_hidden_size:
-        why = f"fc maps captures of width {config.target_hidden_size} to {config.hidden_size} and starts at random"
-    else:
-        return
-    raise UserError(f"--eagle-config: fc_init has no effect, because {why}: leave it out")
-
-
-def _check_trainable(config: EagleConfig) -> None:
-    """Raise UserError, before a base is loaded, for configurations that no draft supports."""
-    if config.reads_captures and not config.capture_layer_ids:
-        raise UserError(
-            f"--eagle-config: capture_layer_ids is empty, but {config.algorithm} reads layers of the base: name at "
-            "least one, or leave it out for the default"
-        )
-
-
 def _check_overrides(overrides: dict[str, Any], cls: type[Config], fixed: dict[str, int], where: str) -> None:
     """Raise UserError for keys that `cls` does not have, and for values that conflict with the base."""
     known = [*field_names(cls), *cls.SETTLED, *_HUGGING_FACE_NAMES]
@@ -212,8 +190,7 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
         values["rope"] = _rope_overrides(base, overrides, "--eagle-config")
     values.update({k: v for k, v in overrides.items() if k not in _HUGGING_FACE_NAMES})
     config = EagleConfig.from_dict(values)
-    _check_fc_init(config, overrides)
-    _check_trainable(config)
+    config.check_new(overrides)
     for layer in config.capture_layer_ids:
         if not 0 <= layer < base.num_layers:
             raise UserError(
