@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from megatron_spec.config.base import MlaConfig, MoeConfig
 from megatron_spec.config.block import BlockConfig
-from megatron_spec.config.core import Config, UserError, require
+from megatron_spec.config.core import Config, require
 from megatron_spec.config.decoder import DecoderDraftConfig
 
 EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "p-eagle", "eagle-mtp"]
@@ -94,6 +93,11 @@ class EagleConfig(DecoderDraftConfig):
         return self.reads_captures and len(self.capture_layer_ids) * self.target_hidden_size == self.hidden_size
 
     @property
+    def fc_of_one_capture(self) -> bool:
+        """A single capture, of another width than the draft: some engines then build no `fc`."""
+        return self.reads_captures and len(self.capture_layer_ids) == 1 and not self.fc_of_equal_widths
+
+    @property
     def norm_before_fc_and_fc_norm(self) -> bool:
         """EAGLE-3.1 with both kinds of norms before `fc`, of which some engines apply one."""
         return self.norm_before_fc and self.fc_norm
@@ -136,7 +140,7 @@ class EagleConfig(DecoderDraftConfig):
         self.rope.check_draft()
         options = [n for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(self, n)]
         if self.algorithm == "eagle3.1":
-            require(bool(options), "eagle3.1 without norm_before_fc, fc_norm and norm_output is eagle3: ask for that")
+            require(bool(options), "eagle3.1 without norm_before_fc, fc_norm and norm_output is eagle3: use eagle3")
         else:
             allowed = ["norm_output"] if self.is_module else []
             wrong = [n for n in options if n not in allowed]
@@ -151,27 +155,10 @@ class EagleConfig(DecoderDraftConfig):
         if not self.reads_captures:
             self._validate_shared_head()
         if self.mla is not None:
-            require(not self.layer_options, f"{', '.join(self.layer_options)}: not for a draft with latent attention")
-
-    def check_new(self, given: Container[str]) -> None:
-        """Raise UserError for a new draft that cannot be trained.
-
-        Args:
-            given: fields that were asked for.
-        """
-        if self.reads_captures and not self.capture_layer_ids:
-            raise UserError(
-                f"--eagle-config: capture_layer_ids is empty, but {self.algorithm} reads layers of the base: name at "
-                "least one, or leave it out for the default"
+            require(
+                not self.layer_options,
+                f"a draft with latent attention has no {', '.join(self.layer_options)}: leave them out",
             )
-        why = f"{self.algorithm} reads the base's final state and no captures"
-        if self.reads_captures:
-            why = f"fc maps captures of width {self.target_hidden_size} to {self.hidden_size} and starts at random"
-        unread = not self.reads_captures or self.hidden_size != self.target_hidden_size
-        require(
-            not (unread and "fc_init" in given),
-            f"--eagle-config: fc_init has no effect, because {why}: leave it out",
-        )
 
     def _validate_mask_token(self) -> None:
         token = self.mask_token_id
@@ -190,8 +177,15 @@ class EagleConfig(DecoderDraftConfig):
             not self.frozen_head or self.reads_captures,
             f"frozen_head is an option of EAGLE-3, found with {self.algorithm}",
         )
-        require(not self.init_attention or self.mla is None, "init_attention: not for a draft with latent attention")
+        require(
+            not self.init_attention or self.mla is None,
+            "init_attention does nothing for a draft with latent attention: leave it out",
+        )
         require(not self.init_attention or self.init_from_base_layer, "init_attention needs init_from_base_layer")
+        require(
+            self.fc_init == "last_capture" or (self.reads_captures and self.hidden_size == self.target_hidden_size),
+            f"fc_init {self.fc_init!r} is for drafts of the base's width that read captures: leave it out",
+        )
         require(
             not self.frozen_head or self.hidden_size == self.target_hidden_size,
             f"frozen_head keeps rows of the base's head: hidden_size must be the base's {self.target_hidden_size}, "
@@ -206,7 +200,9 @@ class EagleConfig(DecoderDraftConfig):
                 f"{self.algorithm} uses the base's own head: {name} must be the base's {expected}, found "
                 f"{getattr(self, name)}",
             )
-        require(not self.capture_layer_ids, f"{self.algorithm} reads the base's final state: no capture_layer_ids")
+        require(
+            not self.capture_layer_ids, f"{self.algorithm} reads the base's final state: leave capture_layer_ids out"
+        )
         for name in ("norm_before_residual", "own_embed_tokens", *(("fc_bias",) if self.is_module else ())):
             require(not getattr(self, name), f"{name}: not for {self.algorithm}")
         require(

@@ -58,7 +58,7 @@ def calibrate(
     Args:
         base: the frozen base; may be None when quant.base is 'none'.
         source: source of the base's features; must run `base` when quant.base is 'fp8'.
-        batches: per calibration step, the micro-batches passed to `source`.
+        batches: per calibration step, the micro-batches passed to `source`; those without a document are not observed.
         objective: its ttt_steps sets how often the draft reads its own output.
         ends: embedding and LM head, when `base` is None.
 
@@ -91,14 +91,26 @@ def _progress(batches: Sequence[list[Batch]], what: str, world: World) -> Iterab
     return tqdm(batches, f"calibrating the {what}", unit="step", disable=quiet, mininterval=1.0)
 
 
+def _has_documents(batch: Batch) -> bool:
+    return bool(((batch.host or batch).documents_BS >= 0).any())
+
+
 def _calibrate_base(
     base: nn.Module, source: Source, batches: Sequence[list[Batch]], quant: QuantConfig, world: World
 ) -> None:
     inputs = [q for q in quantizers(base).values() if q.mode is not Mode.DISABLED]
     for quantizer in inputs:
         quantizer.start_calibration(with_histogram=True)
+
+    def choose(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Observe only micro-batches with documents."""
+        for quantizer in inputs:
+            quantizer.observing = _has_documents(args[0])
+
+    hook = base.register_forward_pre_hook(choose)
     for step in _progress(batches, "base", world):
         source.features(step)
+    hook.remove()
     choose_ranges(inputs, [world.dp, world.tp], quant)
     for quantizer in inputs:
         quantizer.enable()
@@ -129,7 +141,8 @@ def _calibrate_draft(
     if inputs:  # nvfp4 rounds only weights
         for step in _progress(batches, "draft", world):
             for features in source.features(step):
-                draft(features, ends, objective)
+                if _has_documents(features.batch):
+                    draft(features, ends, objective)
         choose_ranges(inputs, groups, quant)  # fused linears read the same input, so their ranges are already equal
         _share_scales(linears, "input_quantizer")
     for quantizer in inputs:

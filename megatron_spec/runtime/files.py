@@ -103,7 +103,7 @@ def write_error(
         name = getattr(cause, "filename", None)
         where = final_path(os.fsdecode(name)) if isinstance(name, (str, bytes)) else path
         if number in _REFUSED or (number == errno.ENOENT and where.is_relative_to(path.parent)):
-            return UserError(f"{where} cannot be written ({os.strerror(number)}): {hint or 'choose a place that can'}")
+            return UserError(f"{where} cannot be written ({os.strerror(number)}): {hint or 'choose a writable folder'}")
     return None
 
 

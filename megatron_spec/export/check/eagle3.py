@@ -125,7 +125,8 @@ def _options(folder: Folder) -> list[str]:
     found |= {"parallel_drafting"} if parallel or raw.get("speculators_model_type") == "peagle" else set()
     ids = nested.get(CAPTURE_KEY) or raw.get(CAPTURE_KEY) or ()
     width = len(ids) * (raw.get("target_hidden_size") or raw.get("hidden_size") or 0)
-    found |= {"fc_of_equal_widths"} if ids and width == raw.get("hidden_size") else set()
+    equal = width == raw.get("hidden_size")
+    found |= {"fc_of_equal_widths"} if ids and equal else {"fc_of_one_capture"} if len(ids) == 1 else set()
     both = all(raw.get(name) or nested.get(name) for name in ("norm_before_fc", "fc_norm"))
     found |= {"norm_before_fc_and_fc_norm"} if both else set()
     return [name for name in layout.SERVED_BY if name in found]

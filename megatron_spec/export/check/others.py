@@ -12,6 +12,7 @@ from megatron_spec.export.check import block
 from megatron_spec.export.check.eagle3 import served_by_some
 from megatron_spec.export.check.finding import ALL, Finding, Folder
 from megatron_spec.export.check.shared import check_biases, check_fp8, check_rope, check_target
+from megatron_spec.export.formats.eagle import CAPTURE_KEY, DEFAULT_CAPTURES
 from megatron_spec.export.formats.keys import flatten
 from megatron_spec.export.tensor_files import read_entries
 
@@ -129,8 +130,21 @@ def check_speculators(folder: Folder) -> Iterator[Finding]:
         )  # fmt: skip
     if any(n.startswith("midlayer.") for n in folder.tensors):
         yield Finding("midlayer", "the first layer is called midlayer", "rename midlayer.* to layers.0.*")
+    yield from _count(folder)
     yield from served_by_some(folder)
     yield from check_target(replace(folder, config=flatten(config)))
+
+
+def _count(folder: Folder) -> Iterator[Finding]:
+    """Captures other than three, which vLLM's Llama draft counts in a key that speculators does not write."""
+    flat = flatten(folder.config)
+    ids, layer = flat.get(CAPTURE_KEY) or (), folder.config.get("transformer_layer_config") or {}
+    counted = flat.get("num_aux_hidden_states") is not None or layer.get("model_type", "llama") != "llama"
+    if ids and len(ids) != DEFAULT_CAPTURES and not counted:
+        yield Finding(
+            "capture_ids", f"{len(ids)} layers are captured, but vLLM builds fc for {DEFAULT_CAPTURES}",
+            f'write "num_aux_hidden_states": {len(ids)} in transformer_layer_config', ("vllm",),
+        )  # fmt: skip
 
 
 def speculators_served(folder: Folder) -> Iterator[Finding]:

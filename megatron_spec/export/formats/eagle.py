@@ -14,7 +14,7 @@ from megatron_spec.config.rope import read_rope
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export import native_mtp
 from megatron_spec.export.formats.keys import flatten
-from megatron_spec.export.formats.options import MASK_TOKEN_KEYS, PARALLEL_KEYS, check_options, draft_window
+from megatron_spec.export.formats.options import COUNT_KEYS, MASK_TOKEN_KEYS, PARALLEL_KEYS, check_options, draft_window
 from megatron_spec.export.formats.reading import (
     Problem,
     Reading,
@@ -28,6 +28,8 @@ from megatron_spec.export.formats.vocabulary import read_vocabulary
 OPTIONS = ("norm_before_fc", "fc_norm", "norm_output")
 """Keys of config.json that distinguish EAGLE-3.1 from EAGLE-3; the last one is also an option of MTP."""
 CAPTURE_KEY = "eagle_aux_hidden_state_layer_ids"
+DEFAULT_CAPTURES = 3
+"""Captures of a draft whose config.json names none."""
 
 _LAYER = re.compile(
     r"^(?:model\.)?(?:midlayer\.(?:(?P<mid>\d+)\.)?|layers\.(?P<layer>\d+)\.|additional_layers\.(?P<more>\d+)\.)(?P<rest>.+)$"
@@ -73,6 +75,10 @@ def capture_ids(
         fix = "write target_hidden_size when the target's hidden size is not the draft's"
         raise source.problem("shape" if shape else "missing", found if shape else "missing fc.weight", fix)
     count = shape[1] // target_hidden
+    for key in COUNT_KEYS:
+        if raw.get(key) not in (None, count):
+            found = f"{key} is {raw[key]!r}, but fc reads {count} captures"
+            raise source.problem("capture_ids", found, "make them agree")
     for ids in (top, nested):
         if ids is not None and not (isinstance(ids, list) and all(isinstance(j, int) for j in ids)):
             raise source.problem("capture_ids", f"{CAPTURE_KEY} is {ids!r}", "write a list of layers")
@@ -86,7 +92,7 @@ def capture_ids(
         raise source.problem("capture_ids", found, "make them agree")
     if ids is not None:
         return tuple(ids)
-    if count != 3:
+    if count != DEFAULT_CAPTURES:
         found = f"fc reads {count} captures, but no layer ids are given"
         raise source.problem("capture_ids", found, f"write {CAPTURE_KEY}, in both places")
     return default_capture_ids(base.num_layers) if base is not None else (0, 1, 2)

@@ -576,6 +576,15 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     nobody = gated.replace(sliding_window=64)
     assert "no engine serves such a draft" in check_exportable(nobody, base)[-1]
     assert "only vllm can serve" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
+    mixtral, qwen, deep = (base.replace(family=name) for name in ("mixtral", "qwen2", "deepseek_v3"))
+    assert [s.split()[0] for s in check_exportable(presets.eagle_config(mixtral), mixtral)] == [
+        "vllm", "sglang", "trtllm", "no",
+    ]  # fmt: skip
+    flash = presets.block_config(qwen, "dflash", {"mask_token_id": 1})
+    assert [s.split()[0] for s in check_exportable(flash, qwen)] == ["sglang", "trtllm"]
+    assert check_exportable(presets.eagle_config(deep), deep) == []
+    other = presets.eagle_config(deep, "eagle3", {"capture_layer_ids": [2, 4, 5]})
+    assert "sglang will not serve this draft with this base" in check_exportable(other, deep)[0]
 
 
 def test_a_causal_block_is_told_to_every_engine_that_listens(home: Home) -> None:

@@ -256,6 +256,9 @@ OTHERS: dict[str, tuple[str, Break, str, str]] = {
     "fp8 values": (
         "dflash", lambda t, c: (eight_bits(t, "layers.0.self_attn.v_proj"), c), "qkv", "SGLang silently loads the codes"
     ),
+    "fp8 gate": (
+        "dflash", lambda t, c: (eight_bits(t, "layers.0.mlp.gate_proj"), c), "served", "leaves the common scale"
+    ),
     "no mask token": (
         "dflash", lambda t, c: (t, {**c, "dflash_config": {"target_layer_ids": [1, 5]}}), "config", "mask_token_id"
     ),

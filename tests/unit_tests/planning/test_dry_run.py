@@ -154,8 +154,8 @@ def test_a_draft_from_transformer_engine(folder: str) -> None:
         return plan(FinetuneRun(load=folder, train=train, dry_run=True, **fields))
 
     text = planned(draft_transformer_impl="transformer_engine", draft_fp8_recipe="blockwise")
-    assert "draft_fused      off: --draft-transformer-impl transformer_engine builds the draft" in text
-    assert "draft_fused      on" in planned()
+    assert "draft_fused       off: --draft-transformer-impl transformer_engine builds the draft" in text
+    assert "draft_fused       on" in planned()
     with pytest.raises(UserError, match="Blackwell"):
         planned(draft_transformer_impl="transformer_engine", draft_fp8_recipe="mxfp8")
     with pytest.raises(UserError, match="add --draft-transformer-impl"):
