@@ -50,7 +50,7 @@ def _options(config: DraftConfig) -> list[str]:
 
 def engines_of(config: DraftConfig) -> list[str]:
     """Engines that compute all options of an EAGLE draft."""
-    if config.qk_norm and config.regresses_state:  # vLLM has these norms in EAGLE-3 alone
+    if config.regresses_state and "qk_norm" in _options(config):  # vLLM has these norms in EAGLE-3 alone
         return []
     return [e for e in ENGINES if all(e in SERVED_BY[name] for name in _options(config))]
 
