@@ -9,8 +9,8 @@ import argparse
 import dataclasses
 import errno
 import functools
-import io
 import inspect
+import io
 import json
 import logging
 import math
