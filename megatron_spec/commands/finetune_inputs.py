@@ -210,6 +210,7 @@ def check_same_run(resolved: Resolved) -> None:
         before = saved["data_order"].get(flag, {} if flag == "--chat-template-kwargs" else value)
         if before != value:
             what = "has other content (SHA-256)" if flag in ("--data", "--tokenizer") else "is"
+            flag = "--offline-data" if flag == "--data" and run.offline_data is not None else flag
             raise UserError(
                 f"{flag} {what} {value}, but the run in --save {run.save} began with {before}: give the same to "
                 "continue it, or another --save folder to start a new run"

@@ -188,6 +188,10 @@ class EagleConfig(DecoderDraftConfig):
         )
         require(not self.init_attention or self.init_from_base_layer, "init_attention needs init_from_base_layer")
         require(
+            self.fc_init == "last_capture" or (self.reads_captures and self.hidden_size == self.target_hidden_size),
+            f"fc_init {self.fc_init!r} is for drafts of the base's width that read captures: leave it out",
+        )
+        require(
             not self.frozen_head or self.hidden_size == self.target_hidden_size,
             f"frozen_head keeps rows of the base's head: hidden_size must be the base's {self.target_hidden_size}, "
             f"found {self.hidden_size}",
