@@ -53,7 +53,7 @@ def _eagle1_options(folder: Folder) -> Iterator[Finding]:
         if finding.rule == "qk_norm":
             found = "the draft has norms over query and key heads, which no engine has in EAGLE-1"
             yield replace(finding, found=found, fix="train without them, or an EAGLE-3 draft", engines=ALL)
-        elif finding.rule == "mlp_bias":
+        elif finding.rule in ("mlp_bias", "partial_rotation"):
             yield finding
 
 
