@@ -10,8 +10,10 @@ import dataclasses
 import errno
 import functools
 import inspect
+import io
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -27,8 +29,9 @@ from megatron_spec.config.help_text import LONG_CHOICES, HelpFormatter, field_do
 log = logging.getLogger(__name__)
 
 USER_ERRORS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
-)
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+     errno.ENAMETOOLONG, errno.ELOOP}
+)  # fmt: skip
 """Operating system errors that need no traceback: no space, no permission, a file in place of a folder, ..."""
 OTHERS_WAIT = 3.0
 """Seconds by which a rank delays a message that the first rank of its machine is likely to print."""
@@ -62,7 +65,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None, run: type[Config] | None = None) -> None:
         super().__init__(description=description, allow_abbrev=False, formatter_class=HelpFormatter)
-        self.run_class, self.notes = run, list[str]()
+        self.run_class, self.notes, self.refused = run, list[str](), set[str]()
+        self.register("type", float, _finite)
         if run is not None:
             self._add_fields(run, self, "")
 
@@ -91,12 +95,12 @@ class Parser(argparse.ArgumentParser):
             action.required = False
         found, unknown = self.parse_known_args(words, namespace)
         missing = [a for a in required if getattr(found, a.dest, None) is None]
+        named = [a.option_strings[0] for a in missing if a.dest not in self.refused]
         for action in required:
             action.required = True
         problems += [f"unexpected argument {word!r}" for word in unknown]
-        if missing and not (problems and not words):
-            names = ", ".join(a.option_strings[0] for a in missing)
-            problems.append(f"the following arguments are required: {names}")
+        if named and not (problems and not words):
+            problems.append(f"the following arguments are required: {', '.join(named)}")
         if self.run_class is not None:
             found.base_shapes = shapes
             flags = self._option_string_actions
@@ -111,6 +115,7 @@ class Parser(argparse.ArgumentParser):
         good: list[str] = []
         problems: list[str] = []
         shapes: list[tuple[str, str]] = []
+        before: dict[str, tuple[str, Any]] = {}
         start = next((i for i, word in enumerate(words) if _is_flag(word)), len(words))
         good += words[:start]
         while start < len(words):
@@ -122,8 +127,14 @@ class Parser(argparse.ArgumentParser):
             if problem is None and action is not None:
                 known = name if name in self._option_string_actions else _dashes(name)
                 good += [known + equals + value, *words[start + 1 : end]]
+                taken = values if isinstance(action.nargs, str) else values[: action.nargs is None]
+                now = " ".join([known, *taken]), (taken, known.startswith("--no-"))
+                if before.setdefault(action.dest, now)[1] != now[1]:
+                    self.notes.append(f"{now[0]} replaces {before[action.dest][0]}, given before it")
+                before[action.dest] = now
             elif problem:
                 problems.append(problem)
+                self.refused |= {action.dest} if action else set()
             start = end
         return good, problems, tuple(shapes)
 
@@ -156,8 +167,9 @@ class Parser(argparse.ArgumentParser):
     def _wrong_value(self, action: argparse.Action, values: list[str]) -> str | None:
         if action.nargs is not None:
             return None
-        if not values:
-            return f"argument {'/'.join(action.option_strings)}: expected one argument"
+        if not values or not values[0]:
+            found = ", found an empty one" if values else ""
+            return f"argument {'/'.join(action.option_strings)}: expected one argument{found}"
         try:
             self._get_values(action, values[:1])
         except argparse.ArgumentError as e:
@@ -219,9 +231,16 @@ def _dashes(name: str) -> str:
     return "--" + name.lstrip("-").replace("_", "-")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # a comparison with nan is always false
+        raise argparse.ArgumentTypeError(f"must be finite, found {text}")
+    return value
+
+
 def _bounded(kind: Callable[[str], Any], least: float, text: str) -> Any:
     try:
-        value = kind(text)
+        value = _finite(text) if kind is float else kind(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid {kind.__name__} value: {text!r}") from None
     if value < least:
@@ -262,18 +281,12 @@ def _argument(hint: Any) -> dict[str, Any]:
 
 def at_least_one(text: str) -> int:
     """An argparse type: a positive integer."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value
+    return int(_bounded(int, 1, text))
 
 
 def at_least_zero(text: str) -> int:
     """An argparse type: a non-negative integer."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, found {value}")
-    return value
+    return int(_bounded(int, 0, text))
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -314,6 +327,8 @@ def local_rank() -> int:
 
 def setup_logging() -> None:
     """Log to stderr: progress on rank 0, warnings and errors on every rank, prefixed with the rank."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not in UTF-8 shows \xe9, not a traceback
+        sys.stdout.reconfigure(errors="backslashreplace")
     level = logging.INFO if rank() == 0 else logging.WARNING
     prefix = "" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else f"[rank {rank()}] "
     logging.basicConfig(level=logging.WARNING, format=f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S")

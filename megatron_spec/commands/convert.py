@@ -20,7 +20,7 @@ from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_modul
 from megatron_spec.checkpoint.spec import CheckpointSpec
 from megatron_spec.commands.checks import check_base_shapes
 from megatron_spec.commands.runs import ConvertRun, DraftRequest, settings_of, takes
-from megatron_spec.config import BlockConfig, Config, DraftConfig, EagleConfig, MedusaConfig, UserError, presets
+from megatron_spec.config import BlockConfig, Config, DraftConfig, EagleConfig, MedusaConfig, UserError, expect, presets
 from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.data import mask_token
 from megatron_spec.drafts import build_draft
@@ -166,6 +166,20 @@ def draft_kinds() -> dict[str, type[Any]]:
     return kinds
 
 
+def check_source(draft: str | Path | None, mtp_from_base: bool, fresh: dict[str, bool]) -> None:
+    """Raise UserError for two sources of a draft, and for arguments of new drafts (name -> was it given?)."""
+    if draft is None and not mtp_from_base:
+        return
+    if draft is not None and not isinstance(draft, (str, Path)):
+        raise UserError(f"convert: found {draft!r} for draft, expected a folder (a class of your own is draft_class)")
+    if draft is not None and mtp_from_base:
+        raise UserError("convert: draft= and mtp_from_base=True name two drafts: give one of them")
+    given = [name for name, is_given in fresh.items() if is_given]
+    if given:
+        source = "mtp_from_base=True" if mtp_from_base else "draft="
+        raise UserError(f"convert: {source} takes the draft as it is: leave {', '.join(given)} out")
+
+
 def requested_config(drafts: Any, ref: BaseReference, vocab: DraftVocab) -> DraftConfig:
     """Architecture of a new draft from the library's list of one pair (kind, configuration or overrides).
 
@@ -215,6 +229,7 @@ def new_draft(
 
     Raises UserError for parameters of a class of the user's that have no value.
     """
+    expect(seed, int, "seed")
     draft: Draft = build_draft(config, vocab, world, dtype, paths, draft_class)
     draft.initialize(base, last_layer_tensors(base), seed)
     if unset := [name for name, p in draft.named_parameters() if bool(p.isnan().any())]:

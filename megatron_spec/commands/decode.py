@@ -56,7 +56,7 @@ def validate(run: ValidateRun) -> Report:
     """
     own_draft = run.load is not None and run.decode.decoding_type not in WITHOUT_DRAFT
     if run.output is None and not own_draft:
-        raise UserError("--output: expected a file for the report (the default is for the draft of --load)")
+        raise UserError("give --output, a file for the report: without a draft in --load it has no folder")
     _check_outputs(run)
     if run.html_output is not None:
         html.require_matplotlib()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -96,9 +95,9 @@ def _with_yarn(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
     factor, original, draft = run.yarn_factor, run.yarn_original, spec.draft
     if factor is None and original is None:
         return spec
-    if factor is None or original is None or not 1 < factor < math.inf:
+    if factor is None or original is None or factor <= 1:
         raise UserError(
-            f"--export-yarn-factor {factor} with --export-yarn-original {original}: expected both, a factor above 1"
+            f"--export-yarn-factor {factor} with --export-yarn-original {original}: give both, and a factor above 1"
         )
     if run.format != "hf":
         raise UserError(f"--export-yarn-factor needs --export-format hf, found {run.format}")

@@ -72,8 +72,10 @@ def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
             f"--export-quant-cfg {name!r} is not known{suggest(name, PRESETS)}; known: {', '.join(PRESETS)}, or a "
             ".json or .yaml file"
         )
-    if kv_cache is None:
+    if kv_cache is None or kv_cache == policy.kv_cache:
         return policy
+    if policy.kv_cache != "none":
+        log.info("--export-kv-cache-quant %s replaces the kv_cache of %s, %s", kv_cache, name, policy.kv_cache)
     try:
         return policy.replace(kv_cache=kv_cache)
     except UserError as e:
@@ -143,7 +145,7 @@ def _quantize(
     run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
     trained = {name: loaded.extra[name] for name in ("objective",) if name in loaded.extra}  # export.py reads its steps
     if not steps:
-        log.info("nothing is quantised: %s is a copy of the checkpoint", run.save)
+        log.info("nothing is quantised, so no data are read: %s is a copy of the checkpoint", run.save)
         plain = respec(loaded.spec, iteration=_iteration(run))
         return sharded.save(run.save, plain, loaded.draft, loaded.vocab, world, extra=trained, run_config=run_config)
     found = calibrate(loaded.base, loaded.draft, OnlineFeatures(loaded.base), steps, objective, quant, world)
@@ -174,12 +176,23 @@ def _iteration(run: QuantizeRun) -> int:
     return 0 if latest is None else latest + 1
 
 
+def _check_read(run: QuantizeRun, quant: QuantConfig) -> None:
+    """Raise UserError for flags of the draft's inputs where none are calibrated: nvfp4 quantises weights alone."""
+    given = [f"--{name.replace('_', '-')}" for name in ("ttt_steps", "alignment") if run.objective.sets(name)]
+    if given and quant.draft != "fp8" and quant.base != quant.draft:  # else nothing is quantised
+        raise UserError(
+            f"{', '.join(given)}: no effect, because no input of the draft is calibrated (base {quant.base}, draft "
+            f"{quant.draft}); leave {'it' if len(given) == 1 else 'them'} out"
+        )
+
+
 def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> ObjectiveConfig:
     """The objective for this draft. Raises UserError for everything that can be checked without weights."""
     if spec.quant is not None:
         raise UserError(f"--load {run.load} is quantised already: quantise the checkpoint it was made from")
     check_base_shapes(run, spec.base.config)
     check_draft(spec.draft, quant)
+    _check_read(run, quant)
     objective = presets.objective_for(spec.draft, run.objective)
     check_file(run.data)
     if not _into_its_own_folder(run):

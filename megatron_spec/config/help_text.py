@@ -23,6 +23,12 @@ class HelpFormatter(argparse.HelpFormatter):
                 paragraphs[i] = super()._fill_text(paragraph, width, indent)
         return "\n\n".join(paragraphs)
 
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        """X for a float, N for other numbers, not the name of the flag again."""
+        if action.type is None:
+            return super()._get_default_metavar_for_optional(action)
+        return "X" if action.type is float else "N"
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown = super()._format_action_invocation(action)
         if isinstance(action, argparse.BooleanOptionalAction) and len(shown) > self._width - 2:

@@ -79,8 +79,9 @@ def _at_end(items: Iterator[int]) -> bool:
 
 def check_draft_lens(lens: Sequence[int]) -> None:
     """Raise UserError unless the draft lengths are distinct and at least 1."""
-    if min(lens) < 1 or len(set(lens)) < len(lens):
-        raise UserError(f"--max-draft-len: found {list(lens)}, expected distinct numbers of at least 1")
+    given = list(lens) if isinstance(lens, (list, tuple)) else []
+    if not given or min(given) < 1 or len(set(given)) < len(given):
+        raise UserError(f"--max-draft-len: found {given or lens}, expected distinct numbers of at least 1")
 
 
 def validate(
@@ -122,11 +123,10 @@ class _Validation:
     ) -> None:  # fmt: skip
         self.base, self.draft, self.encoder, self.stop_ids, self.about = base, draft, encoder, stop_ids, about
         self.prompts = prompts
-        lens = tuple(draft_lens or (config.max_draft_len,))
+        check_draft_lens(lens := (config.max_draft_len,) if draft_lens is None else draft_lens)
         drafted = draft is not None or config.decoding_type is not None
         if not prompts or not drafted:
             raise UserError("validate: expected prompts and a draft")
-        check_draft_lens(lens)
         check_stop_ids(stop_ids)
         self.config = config.replace(max_draft_len=lens[0])
         self.undrafted = self.config.replace(decoding_type=None)
@@ -141,7 +141,7 @@ class _Validation:
         digest = hashlib.sha256(json.dumps([asked, encoder.template.kwargs]).encode()).hexdigest()
         self.about = {**about, "prompts_digest": digest[:12]}
         meta = {
-            "decode": self.config.to_dict(), "draft_lens": lens, "prompts": digest, "stop_ids": sorted(stop_ids),
+            "decode": self.config.to_dict(), "draft_lens": tuple(lens), "prompts": digest, "stop_ids": sorted(stop_ids),
             "about": about, "dtype": str(base.dtype), "ranks": [world.size, world.dp_size],
         }  # fmt: skip
         self.journal = Journal(self.output, meta, len(lens), world)

@@ -38,6 +38,7 @@ SERVED_BY: dict[str, tuple[str, ...]] = {
     "qk_norm": ("vllm",), "attention_bias": ("vllm", "trtllm"), "mlp_bias": ("vllm", "trtllm"),
     "fc_bias": ("sglang", "trtllm"), "norm_before_residual": ("vllm",), "sliding_window": ("vllm",),
     "own_embed_tokens": ("vllm",), "parallel_drafting": ("vllm",), "fc_of_equal_widths": ("vllm",),
+    "fc_of_one_capture": ("vllm", "sglang"), "partial_rotation": ("vllm", "trtllm"),
     "norm_before_fc_and_fc_norm": ("vllm", "sglang"),
 }  # fmt: skip
 """Option or property of `EagleConfig` -> engines that compute it; every engine computes what is not listed."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.config import ParallelConfig, UserError, expect
 from megatron_spec.runtime import failure, lock, platform
 from megatron_spec.runtime.context import ContextShard
 
@@ -144,6 +144,7 @@ def initialize(
     Raises UserError when the world size does not fit the parallel sizes, or the ranks' settings differ.
     """
     parallel = parallel or ParallelConfig()
+    expect(parallel, ParallelConfig, "parallel")
     if settings is None:
         parallel.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
     platform.activate()

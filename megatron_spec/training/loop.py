@@ -137,7 +137,7 @@ def train(
     first, left, size = position.consumed_samples, last - position.iteration, train.global_batch_size
     if left <= 0 and trainer.world.rank == 0:
         beyond = f", beyond the {train.train_iters} of --train-iters" if left < 0 else ""
-        log.warning("nothing is trained: this run has done %d steps%s", position.done, beyond)
+        log.warning("nothing is left to train: this run has done %d steps%s", position.done, beyond)
     steps = (loader.step(first + i * size) for i in range(left))
     with (
         StopSignal() as stop,

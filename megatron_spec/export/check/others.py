@@ -42,6 +42,7 @@ def check_eagle1(folder: Folder) -> Iterator[Finding]:
         )  # fmt: skip
     elif any(bias.raw()):
         yield Finding("fc.bias", "fc.bias is not zero: vLLM drops it silently", "train without it", ("vllm",))
+    yield from (f for f in served_by_some(folder) if f.rule == "partial_rotation")
     for rule in (check_biases, check_rope, check_fp8, check_target):
         yield from rule(folder)
 

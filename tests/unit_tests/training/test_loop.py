@@ -37,7 +37,7 @@ SOURCE: Any = SimpleNamespace(features=lambda batches, _: batches)
     [
         (Position(100, 0, 100), [0, 1, 2], ""),
         (Position(102, 4, 100), [2], ""),
-        (Position(103, 6, 100), [], "nothing is trained: this run has done 3 steps"),
+        (Position(103, 6, 100), [], "nothing is left to train: this run has done 3 steps"),
         (Position(5, 10, 0), [], "this run has done 5 steps, beyond the 3 of --train-iters"),
     ],
 )

@@ -51,10 +51,10 @@ def test_rows_outside_the_draft_vocabulary_are_reported(caplog: pytest.LogCaptur
     zeros = torch.zeros(2)
     some = DraftLosses(torch.tensor(1.0), zeros, zeros, zeros, rows_T, torch.tensor(3))
     assert pack(some)[4].tolist() == [3, 0] and pack(dataclasses.replace(some, counted=None))[4].tolist() == [10, 0]
-    warn_uncounted(10, 5, "iteration 1")
+    assert not warn_uncounted(10, 5, "iteration 1")
     assert caplog.text == ""
-    warn_uncounted(10, 0, "iteration 2")
-    assert "0.0 % of 10 supervised rows count at iteration 2" in caplog.text
+    assert warn_uncounted(10, 0, "iteration 2")
+    assert "only 0.0 % of 10 supervised rows count in the loss at iteration 2" in caplog.text
 
 
 def test_resumed_log_drops_unsaved_steps(tmp_path: Path) -> None:
