@@ -57,6 +57,7 @@ from megatron_spec.export.load import inspect_exported_base
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.generation.prompts import read_prompts
+from megatron_spec.planning import layouts
 from megatron_spec.planning.draft_modules import check_draft_modules
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import base_amax_state, quantizers
@@ -305,9 +306,13 @@ def load_optimizer(model: SpecModel, folder: str | Path, optimizer: Any) -> int:
 def quantize(
     model: SpecModel, batches: Sequence[Batch | list[Batch]], quant: QuantConfig | None = None
 ) -> list[LayerReport]:
-    """Attach fp8 fake quantisers and calibrate them on micro-batches, through all draft steps. Collective."""
+    """Attach fp8 fake quantisers and calibrate them on micro-batches, through all draft steps. Collective.
+
+    Raises UserError for layouts in which the ranges would be others, or would differ from rank to rank.
+    """
     quant = quant or QuantConfig()
     expect(quant, QuantConfig, "quant")
+    layouts.check("quantize", model.world.parallel)
     steps = [_on_device(step, model.world) for step in batches]
     report = calibrate(model.base, model.draft, model.source, steps, model.objective, quant, model.world)
     model.quant = quant
@@ -349,6 +354,7 @@ def validate(
         output: file for the report.
     """
     config = _decoding(config)
+    layouts.check("decode", model.world.parallel)
     folder = tokenizer or str(model.reference.path)
     opened = load_tokenizer(folder)
     was_training = model.draft.training

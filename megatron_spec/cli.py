@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import functools
 import inspect
+import io
 import json
 import logging
 import math
@@ -326,6 +327,8 @@ def local_rank() -> int:
 
 def setup_logging() -> None:
     """Log to stderr: progress on rank 0, warnings and errors on every rank, prefixed with the rank."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not in UTF-8 shows \xe9, not a traceback
+        sys.stdout.reconfigure(errors="backslashreplace")
     level = logging.INFO if rank() == 0 else logging.WARNING
     prefix = "" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else f"[rank {rank()}] "
     logging.basicConfig(level=logging.WARNING, format=f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S")

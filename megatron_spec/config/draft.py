@@ -103,6 +103,11 @@ class EagleConfig(DecoderDraftConfig):
         return self.norm_before_fc and self.fc_norm
 
     @property
+    def partial_rotation(self) -> bool:
+        """Only a part of every head is rotated; latent attention always has such a part."""
+        return self.mla is None and self.rope.partial_rotary_factor != 1.0
+
+    @property
     def parallel_drafting(self) -> bool:
         """P-EAGLE: all tokens of a proposal come from one forward pass; no step reads the output of another."""
         return self.algorithm == "p-eagle"
@@ -127,7 +132,7 @@ class EagleConfig(DecoderDraftConfig):
         """Options that a Llama decoder layer does not have; only the plain unroll computes them."""
         names = ("qk_norm", "attention_bias", "mlp_bias", "norm_before_residual")
         found = [name for name in names if getattr(self, name)]
-        if self.mla is None and (self.rope.attention_factor != 1.0 or self.rope.partial_rotary_factor != 1.0):
+        if self.partial_rotation or (self.mla is None and self.rope.attention_factor != 1.0):
             found.append("rope")
         if self.sliding_window is not None:
             found.append("sliding_window")

@@ -7,6 +7,7 @@ A range is the maximum over all ranks with a shard or a replica of the tensor, i
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -192,4 +193,5 @@ def _report(base: Any, draft: Draft, world: World) -> list[LayerReport]:
         mine = lines_of("base", dict(base.linears()), quantizers(base))
     stages: list[Any] = [None] * world.pp_size
     dist.all_gather_object(stages, mine, group=world.pp)
-    return [line for stage in stages for line in stage] + lines_of("draft", quantised_linears(draft), {})
+    lines = sorted(itertools.chain.from_iterable(stages), key=lambda line: line.amax_weight is None)  # as of one stage
+    return lines + lines_of("draft", quantised_linears(draft), {})

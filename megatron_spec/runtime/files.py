@@ -244,7 +244,7 @@ def read_text(path: Path | str, kind: str = "text") -> str:
     path = Path(path)
     require_small(path, kind)
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors on Windows begin files with a byte order mark
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except OSError as e:
@@ -265,7 +265,7 @@ def read_json(path: Path | str) -> Any:
     try:
         return json.loads(text)
     except ValueError as e:  # malformed, or a number of more digits than Python reads
-        raise UserError(f"{path} is not valid JSON ({e}): it may be truncated; copy it again") from None
+        raise UserError(f"{path} is not valid JSON ({e}): correct it, or copy it again if it is truncated") from None
     except RecursionError:
         raise UserError(f"{path} is not valid JSON: it is nested too deeply") from None
 

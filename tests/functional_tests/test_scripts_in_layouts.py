@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import megatron_spec
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.planning import layouts
 from tests.functional_tests.script_helpers import make_base, write_conversations
@@ -22,7 +24,7 @@ LAYOUTS = {"dp2": {}, "pp2": {"pipeline_model_parallel_size": 2}, "tp2": {"tenso
 
 
 def ranges(root: str, name: str, policy: str, micro_batch_size: int = 1, **sizes: Any) -> dict[str, float]:
-    """What quantize.py finds in a layout: the ranges of base and draft."""
+    """What quantize.py finds in a layout: the ranges of base and draft, and those that it reports."""
     from megatron.core import dist_checkpointing, parallel_state
 
     from megatron_spec.commands.quantize import quantize
@@ -36,7 +38,8 @@ def ranges(root: str, name: str, policy: str, micro_batch_size: int = 1, **sizes
     )  # fmt: skip
     found = dist_checkpointing.load_plain_tensors(str(folder / "dist"))
     known = {key: float(value) for key, value in found.items() if key.endswith("amax")}
-    base = folder / "base_amax.json"
+    base, report = folder / "base_amax.json", json.loads((folder.parent / "calibration.json").read_text())
+    known |= {f"line {i}, {line['name']}": line["amax_input"] for i, line in enumerate(report)}
     return known | (json.loads(base.read_text()) if base.is_file() else {})
 
 
@@ -101,6 +104,23 @@ def test_a_rank_may_have_no_prompt(found: dict[tuple[str, str], Any]) -> None:
     assert found["one", "acceptance"]["answers"] > 0
 
 
-def test_sequence_parallelism_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--sequence-parallel does not work with quantize.py: the draft computes more"):
-        layouts.check("quantize", ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True))
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "--sequence-parallel .*: the draft computes more",
+        ),
+        ({"context_parallel_size": 2}, "--context-parallel-size .*: calibration needs the full sequence"),
+    ],
+)
+def test_layouts_with_other_results_are_refused(sizes: dict[str, Any], expected: str) -> None:
+    """By the script, and in the library."""
+    parallel = ParallelConfig(**sizes)
+    with pytest.raises(UserError, match=expected):
+        layouts.check("quantize", parallel)
+    model: Any = SimpleNamespace(world=SimpleNamespace(parallel=parallel))
+    with pytest.raises(UserError, match=expected):
+        megatron_spec.quantize(model, [])
+    with pytest.raises(UserError, match=r"does not work with validate\.py, generate\.py"):
+        megatron_spec.validate(model, "prompts.jsonl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 from dataclasses import dataclass
 
 import pytest
@@ -78,6 +79,18 @@ def test_help_fits_80_columns_and_shows_each_default_once(
     assert shown.count("--flag") == 20 and "default: off) (default" not in shown
     assert "--num-virtual-stages-per-pipeline-rank" not in shown  # accepted, to say that it is not supported
     assert "One of Eagle3, " in " ".join(shown.split())
+
+
+def test_output_that_a_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(cli.sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+
+    def main(_: object) -> None:
+        cli.sys.stdout.write("é")
+
+    with pytest.raises(SystemExit) as left:
+        cli.run(parser(), main, [])
+    assert not left.value.code and shown.getvalue() == rb"\xe9"
 
 
 def test_full_disk_and_missing_permission_are_user_errors(capsys: pytest.CaptureFixture[str]) -> None:

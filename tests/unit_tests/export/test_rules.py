@@ -298,6 +298,7 @@ def test_which_engines_compute_a_block_draft(tmp_path: Path, base: Path) -> None
         "window": ("dflash", attends(False, 4), {"sglang", "trtllm"}),
         "causal window, dspark": ("dspark", attends(True, 3), {"trtllm"}),
         "gated": ("dspark", gated, {"vllm", "trtllm"}),
+        "partial rotation": ("dflash", lambda t, c: (t, {**c, "partial_rotary_factor": 0.5}), {"sglang"}),
     }
     for name, (kind, change, lost) in expected.items():
         findings = check_folder(write(tmp_path / name, *change(*other(kind))), base=base)

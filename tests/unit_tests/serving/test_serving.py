@@ -17,7 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.config import BaseConfig, RopeConfig, UserError
 from megatron_spec.export import check as export_check
 from megatron_spec.export import layout
 from megatron_spec.export.base_rows import KEY, base_rows
@@ -361,6 +361,7 @@ def test_parallel_eagle3_is_for_vllm(tmp_path: Path) -> None:
         ("norm_before_residual", {"norm_before_residual": True}, "vLLM"),
         ("qk_norm", {"qk_norm": True}, "vLLM"),
         ("fc_of_equal_widths", {"capture_layer_ids": (4,)}, "vLLM"),
+        ("partial_rotation", {"rope": RopeConfig(partial_rotary_factor=0.5)}, "vLLM or TensorRT-LLM"),
         ("fc_of_one_capture", {"capture_layer_ids": (4,), "hidden_size": 2 * H}, "vLLM or SGLang"),
         (
             "norm_before_fc_and_fc_norm", {"algorithm": "eagle3.1", "norm_before_fc": True, "fc_norm": True},
