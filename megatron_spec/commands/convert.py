@@ -166,6 +166,13 @@ def draft_kinds() -> dict[str, type[Any]]:
     return kinds
 
 
+def _check_kind(kind: str, algorithm: str) -> None:
+    """Raise UserError for an algorithm that is not of this kind."""
+    kinds = draft_kinds()
+    if kinds.get(algorithm) is not kinds[kind] or kind not in ("eagle", algorithm):
+        raise UserError(f"convert: a draft of kind {kind!r} cannot have the algorithm {algorithm!r}")
+
+
 def check_source(draft: str | Path | None, mtp_from_base: bool, fresh: dict[str, bool]) -> None:
     """Raise UserError for two sources of a draft, and for arguments of new drafts (name -> was it given?)."""
     if draft is None and not mtp_from_base:
@@ -199,7 +206,12 @@ def requested_config(drafts: Any, ref: BaseReference, vocab: DraftVocab) -> Draf
         return fresh_config(ref, kind, dict(config or {}), vocab)
     if not isinstance(config, kinds[kind]):
         raise UserError(f"convert: found a {type(config).__name__} for a draft of kind {kind!r}")
-    return typing.cast(DraftConfig, config)
+    complete = typing.cast(DraftConfig, config)
+    _check_kind(kind, complete.algorithm)
+    for name, expected in (("target_hidden_size", ref.config.hidden_size), ("vocab_size", ref.config.vocab_size)):
+        if (found := getattr(complete, name)) != expected:
+            raise UserError(f"convert: {name} of the draft is {found}, but the base has {expected}")
+    return complete
 
 
 def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab: DraftVocab) -> DraftConfig:
@@ -209,8 +221,7 @@ def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab
     """
     overrides, cls = dict(overrides), draft_kinds()[kind]
     algorithm = overrides.pop("algorithm", "eagle3" if kind == "eagle" else kind)
-    if draft_kinds().get(algorithm) is not cls or kind not in ("eagle", algorithm):
-        raise UserError(f"convert: a draft of kind {kind!r} cannot have the algorithm {algorithm!r}")
+    _check_kind(kind, algorithm)
     if cls is MedusaConfig and len(vocab) != vocab.vocab_size:
         raise UserError(f"convert: a draft of kind {kind!r} has the whole vocabulary of the base: leave vocab out")
     if cls is MedusaConfig:

@@ -162,9 +162,9 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
     """Content of config.json without `quantization_config`. Contains no null."""
     if isinstance(config, BlockConfig):
         return block.config_json(config, base, dtype, _rope_keys(config.rope))
-    eos = list(base.eos_token_ids)
+    eos, qk_norm_eagle3 = list(base.eos_token_ids), config.qk_norm and config.reads_captures
     values: dict[str, Any] = {
-        "architectures": QK_NORM_ARCHITECTURES if config.qk_norm else ARCHITECTURES[config.algorithm],
+        "architectures": QK_NORM_ARCHITECTURES if qk_norm_eagle3 else ARCHITECTURES[config.algorithm],
         "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_size": config.hidden_size,
         **({"target_hidden_size": config.target_hidden_size} if config.own_embedding else {}),

@@ -24,10 +24,11 @@ def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
         return []
     _check_rope(config)
     options, engines = _options(config), engines_of(config)
-    if not engines:
-        raise UserError(f"{' with '.join(options)}: no engine computes a draft with all of these: leave one out")
+    if not engines and not config.is_module:  # which no engine loads, whatever its options
+        which = "such an EAGLE-1 draft" if config.regresses_state else "a draft with all of these"
+        raise UserError(f"{' with '.join(options)}: no engine computes {which}: leave one out")
     limits = []
-    if options:
+    if options and not config.is_module:
         limits.append(f"{', '.join(options)}: only {' and '.join(engines)} can serve such a draft")
     limits += _last_layer(config, base) + _of_base(config, base)
     if config.reads_captures and len(config.capture_layer_ids) != TESTED_CAPTURES:
@@ -49,6 +50,8 @@ def _options(config: DraftConfig) -> list[str]:
 
 def engines_of(config: DraftConfig) -> list[str]:
     """Engines that compute all options of an EAGLE draft."""
+    if config.regresses_state and "qk_norm" in _options(config):  # vLLM has these norms in EAGLE-3 alone
+        return []
     return [e for e in ENGINES if all(e in SERVED_BY[name] for name in _options(config))]
 
 

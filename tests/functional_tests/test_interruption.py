@@ -130,7 +130,7 @@ def resolved(root: Path, data: str = "train.jsonl", seq_length: int = 64, save: 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"seq_length": 32}, "--seq-length is 32, but the run in --save .* was made with 64"),
+        ({"seq_length": 32}, "--seq-length is 32, but the run in --save .* began with 64"),
         ({"global_batch_size": 4}, "--global-batch-size is 4, .* with 2"),
         ({"seed": 5}, "--seed is 5, .* with 1234"),
         ({"data": "other.jsonl"}, "--data has other content"),

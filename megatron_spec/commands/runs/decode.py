@@ -75,8 +75,8 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     question_temperature: float | None = option(None, "T", least=0)
     """Temperature of the questions (--synthesize; default: 1)."""
     question_batch_size: int | None = option(None, "N", least=1)
-    """Questions drawn at a time (--synthesize; default: --batch-size, on a GPU up to 1024 if memory allows). It does
-    not change the questions, up to rounding."""
+    """Questions drawn at a time (--synthesize; default: --batch-size, on a GPU up to 1024 if memory allows); up to
+    rounding, this does not change them."""
     save_rejections: bool = False
     """Record which tokens of an answer replaced a rejected draft token, for finetune.py --replay-weight."""
 

@@ -18,6 +18,7 @@ from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.formats import DraftProblems, Reading, Source, open_source, read_draft
 from megatron_spec.export.formats.block_forms import algorithm_of
 from megatron_spec.export.formats.eagle import CAPTURE_KEY
+from megatron_spec.export.formats.medusa import is_block
 from megatron_spec.export.native_mtp import is_own_module
 from megatron_spec.export.tensor_files import Entry
 from megatron_spec.families import draft_kind
@@ -72,7 +73,7 @@ def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
         return {"dflash": "DFlash", "dspark": "DSpark"}[algorithm]
     if kind := draft_kind(names):
         return kind
-    if config.get("model_type") == "medusa" or any(n.split(".")[0].isdigit() for n in tensors):
+    if config.get("model_type") == "medusa" or any(map(is_block, tensors)):
         return "Medusa"
     if is_own_module(config) and "model.embed_tokens.weight" not in tensors and tensors:
         return "MTP"

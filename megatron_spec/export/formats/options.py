@@ -25,6 +25,10 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "add_para_norm": ((False,), "norms before fc of an EAGLE-1 draft (HASS) are not supported"),
     "layernorms": ((False,), "norms before fc of an EAGLE-1 draft (HASS) are not supported"),
     "fusion_bias": ((True, False), ""),
+    "transformer_layer_architecture": (
+        ("LlamaDecoderLayer", "auto"),
+        "the draft layers of engines are Llama's: train with them",
+    ),
 }
 """Key -> (values that change nothing, message for other values)."""
 
