@@ -355,6 +355,8 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
             if objective.sets(name):
                 flag = "--" + name.replace("_", "-")
                 raise UserError(f"{flag} belongs to eagle1, the draft is {config.algorithm}: leave it out")
+    elif not (objective.feature_weight or objective.token_weight):
+        raise UserError("--feature-weight, --token-weight are both 0, so nothing is trained: leave one out")
     if isinstance(config, EagleConfig) and config.parallel_drafting:
         _check_parallel_objective(objective)
     else:

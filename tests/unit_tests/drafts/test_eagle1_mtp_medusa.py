@@ -252,6 +252,8 @@ def test_refusals() -> None:
         medusa(num_heads=0)
     with pytest.raises(UserError, match="3 Medusa heads"):
         presets.objective_for(medusa(), ObjectiveConfig(ttt_steps=4))
+    with pytest.raises(UserError, match="both 0, so nothing is trained"):
+        presets.objective_for(CASES["eagle1"][0], ObjectiveConfig(feature_weight=0.0, token_weight=0.0))
     with pytest.raises(UserError, match="--feature-noise"):
         presets.objective_for(CASES["mtp"][0], ObjectiveConfig(feature_noise=0.2))
     with pytest.raises(UserError, match="whole vocabulary"):
