@@ -48,7 +48,7 @@ def sliding_layers(raw: dict[str, Any], where: str) -> tuple[int, ...] | None:
     kinds, count = raw.get("layer_types"), raw["num_hidden_layers"]
     if kinds is None:
         return None
-    others = sorted({*kinds} - {"sliding_attention", "full_attention", "attention"})
+    others = sorted({str(kind) for kind in kinds} - {"sliding_attention", "full_attention", "attention"})
     if others:
         raise UserError(
             f"{where}: layer_types has {', '.join(others)}, which this family lacks; expected full_attention or "
