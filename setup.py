@@ -1,8 +1,12 @@
 """Packaging of megatron_spec. `pip install -e .[dev]` for development, `.[te]` on GPU machines."""
 
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+if not (3, 10) <= sys.version_info[:2] <= (3, 12):  # pip names python_requires only after it has resolved the rest
+    sys.exit(f"megatron-spec needs Python 3.10 to 3.12, found {sys.version.split()[0]}")
 
 DEV = [
     "pytest>=8",

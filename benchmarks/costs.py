@@ -24,11 +24,11 @@ def make_parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("--base", required=True, metavar="DIR", help="base in Hugging Face or Megatron format")
     p.add_argument("--bf16", action="store_true")
-    p.add_argument("--seq-length", type=int, default=1024)
-    p.add_argument("--micro-batch-size", type=int, default=4, help="rows per step")
-    p.add_argument("--conversations", type=int, default=48)
-    p.add_argument("--ttt-steps", type=int, default=3)
-    p.add_argument("--draft-vocab-size", type=int, default=8192)
+    p.add_argument("--seq-length", type=cli.at_least_one, default=1024)
+    p.add_argument("--micro-batch-size", type=cli.at_least_one, default=4, help="rows per step")
+    p.add_argument("--conversations", type=cli.at_least_one, default=48)
+    p.add_argument("--ttt-steps", type=cli.at_least_one, default=3)
+    p.add_argument("--draft-vocab-size", type=cli.at_least_one, default=8192)
     p.add_argument("--output", type=Path)
     return p
 

@@ -55,7 +55,7 @@ def make_parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("--model", required=True, metavar="DIR", help="base, small enough for this machine")
     p.add_argument("--megabytes", type=cli.at_least_one, nargs="+", default=[100, 1000], metavar="N")
-    p.add_argument("--seq-length", type=int, default=512)
+    p.add_argument("--seq-length", type=cli.at_least_one, default=512)
     p.add_argument("--work-dir", metavar="DIR", help="temporary folder with five times the space (default: /tmp)")
     return p
 

@@ -29,7 +29,7 @@ def make_parser() -> cli.Parser:
     p.add_argument(
         "--megabytes", type=cli.at_least_one, default=200, help="size of the conversations made (default: 200)"
     )
-    p.add_argument("--seq-length", type=int, default=2048)
+    p.add_argument("--seq-length", type=cli.at_least_one, default=2048)
     p.add_argument("--num-workers", type=cli.at_least_one, metavar="N", help="processes (default: all processors)")
     return p
 

@@ -23,8 +23,8 @@ def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
     p.add_argument("--tiny", action="store_true")
-    p.add_argument("--ttt-steps", type=int, default=7)
-    p.add_argument("--repeats", type=int, default=5, help="number of timings, for the median")
+    p.add_argument("--ttt-steps", type=cli.at_least_one, default=7)
+    p.add_argument("--repeats", type=cli.at_least_one, default=5, help="number of timings, for the median")
     return p
 
 

@@ -24,17 +24,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """All tables; the numbers as JSON at the end."""
+    from megatron_spec import cli
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--micro-batch-size", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seq-length", type=cli.at_least_one, help="(default: 4096; with --tiny: 64)")
+    parser.add_argument("--micro-batch-size", type=cli.at_least_one, default=2)
+    parser.add_argument("--rounds", type=cli.at_least_one, help="(default: 5; with --tiny: 2)")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "2":
         parser.error(f"found {ranks} processes, expected 2: start it with torchrun --nproc-per-node 2")
-    if args.tiny:
-        args.seq_length, args.rounds = 64, min(args.rounds, 2)
+    args.seq_length = args.seq_length or (64 if args.tiny else 4096)
+    args.rounds = args.rounds or (2 if args.tiny else 5)
     from benchmarks import measure_overlap  # --help does without what it imports
     from megatron_spec.runtime import platform
 

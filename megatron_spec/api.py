@@ -13,13 +13,12 @@ it for a process that has none.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch
@@ -27,7 +26,7 @@ from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import COMPUTES, BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, recorded_objective, resolve
-from megatron_spec.commands.convert import first_draft, own_module, published_draft, requested_config
+from megatron_spec.commands.convert import check_source, first_draft, own_module, published_draft, requested_config
 from megatron_spec.commands.runs import ConvertRun
 from megatron_spec.config import (
     LOCAL,
@@ -41,6 +40,8 @@ from megatron_spec.config import (
     TransformerImpl,
     UserError,
     expect,
+    expect_choice,
+    require,
 )
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding import engine
@@ -56,6 +57,7 @@ from megatron_spec.export.load import inspect_exported_base
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.generation.prompts import read_prompts
+from megatron_spec.planning import layouts
 from megatron_spec.planning.draft_modules import check_draft_modules
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import base_amax_state, quantizers
@@ -111,12 +113,12 @@ class SpecModel:
 
     def __call__(self, batches: Batch | list[Batch]) -> list[DraftLosses]:
         """Losses of this rank's micro-batches. Sums: divide gradients by the supervised rows of the global batch, after
-        they are summed over all ranks that hold this shard of the draft (docs/scale.md#a-training-loop-of-your-own).
+        they are summed over all ranks that hold this shard of the draft (docs/scale.md#your-own-training-loop).
 
         Args:
             batches: all micro-batches of this pipeline group, the same list on all its ranks.
         """
-        given = _on_device([batches] if isinstance(batches, Batch) else batches, self.world)
+        given = _on_device(batches, self.world)
         for batch in given:
             batch.check_positions(self.base.config.max_position_embeddings)
         features, objective = self.source.features(given), self.objective.at(self.iteration)
@@ -129,11 +131,11 @@ class SpecModel:
         return losses
 
 
-def _on_device(batches: list[Batch], world: World) -> list[Batch]:
-    batches = list(batches)
-    for batch in batches:
+def _on_device(batches: Batch | Iterable[Batch], world: World) -> list[Batch]:
+    found = list(batches) if isinstance(batches, Iterable) else [batches]
+    for batch in found:
         expect(batch, Batch, "micro-batch", "data.loader.BatchLoader makes them")
-    return [batch if batch.tokens_BS.device == world.device else batch.to(world.device) for batch in batches]
+    return [batch if batch.tokens_BS.device == world.device else batch.to(world.device) for batch in found]
 
 
 def initialize(parallel: ParallelConfig | None = None, seed: int = 1234) -> World:
@@ -180,7 +182,7 @@ def convert(
     Raises:
         UserError: unsupported models, configurations or layouts.
     """
-    _check_source(
+    check_source(
         draft, mtp_from_base, {"drafts": bool(drafts), "vocab": vocab is not None, "seed": seed != ConvertRun.seed}
     )
     world = _world_of(model)
@@ -207,26 +209,13 @@ def _paths(
     config: DraftConfig, world: World, dtype: torch.dtype, impl: TransformerImpl, recipe: Fp8Recipe | None
 ) -> Paths:
     """The fast paths and modules of a draft. Raises UserError if the modules or the recipe cannot run here."""
+    expect_choice(impl, TransformerImpl, "draft_transformer_impl")
     setting = Setting(
         platform.machine(), str(dtype).removeprefix("torch."), world.parallel, draft=config,
         draft_transformer_engine=impl == "transformer_engine", draft_fp8_recipe=recipe,
     )  # fmt: skip
     check_draft_modules(setting)
     return Paths(setting)
-
-
-def _check_source(draft: str | Path | None, mtp_from_base: bool, fresh: dict[str, bool]) -> None:
-    """Raise UserError for two sources of a draft, and for arguments of new drafts (name -> was it given?)."""
-    if draft is None and not mtp_from_base:
-        return
-    if draft is not None and not isinstance(draft, (str, Path)):
-        raise UserError(f"convert: found {draft!r} for draft, expected a folder (a class of your own is draft_class)")
-    if draft is not None and mtp_from_base:
-        raise UserError("convert: draft= and mtp_from_base=True name two drafts: give one of them")
-    given = [name for name, is_given in fresh.items() if is_given]
-    if given:
-        source = "mtp_from_base=True" if mtp_from_base else "draft="
-        raise UserError(f"convert: {source} takes the draft as it is: leave {', '.join(given)} out")
 
 
 def _frozen(model: Any, reference: BaseReference, world: World, config: DraftConfig) -> FrozenBase:
@@ -276,11 +265,11 @@ def _check_quantised(base: FrozenBase, quant: QuantConfig | None) -> None:
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    if optimizer is not None and not hasattr(optimizer, "sharded_state_dict"):
-        raise UserError(
-            f"found a {type(optimizer).__module__}.{type(optimizer).__name__}, expected an optimizer of megatron-core "
-            "(training.optimizer.build_optimizer): keep the state of another one yourself"
-        )
+    require(
+        optimizer is None or hasattr(optimizer, "sharded_state_dict"),
+        f"found a {type(optimizer).__module__}.{type(optimizer).__name__}, expected an optimizer of megatron-core "
+        "(training.optimizer.build_optimizer): keep the state of another one yourself",
+    )
 
 
 def load(
@@ -317,10 +306,14 @@ def load_optimizer(model: SpecModel, folder: str | Path, optimizer: Any) -> int:
 def quantize(
     model: SpecModel, batches: Sequence[Batch | list[Batch]], quant: QuantConfig | None = None
 ) -> list[LayerReport]:
-    """Attach fp8 fake quantisers and calibrate them on micro-batches, through all draft steps. Collective."""
+    """Attach fp8 fake quantisers and calibrate them on micro-batches, through all draft steps. Collective.
+
+    Raises UserError for layouts in which the ranges would be others, or would differ from rank to rank.
+    """
     quant = quant or QuantConfig()
     expect(quant, QuantConfig, "quant")
-    steps = [_on_device([step] if isinstance(step, Batch) else step, model.world) for step in batches]
+    layouts.check("quantize", model.world.parallel)
+    steps = [_on_device(step, model.world) for step in batches]
     report = calibrate(model.base, model.draft, model.source, steps, model.objective, quant, model.world)
     model.quant = quant
     return report
@@ -328,8 +321,9 @@ def quantize(
 
 def export_draft(model: SpecModel, folder: str | Path, **options: Any) -> Path:
     """Export the draft for serving engines, verified; options as in `export.draft.export_draft`. Collective."""
-    draft: nn.Module = model.draft
-    return export.export_draft(draft, model.reference, folder, model.quant, model.world, ends=model.base, **options)
+    return export.export_draft(
+        model.draft, model.reference, folder, model.quant, model.world, ends=model.base, **options
+    )
 
 
 def export_base(model: SpecModel, folder: str | Path, **options: Any) -> Path:
@@ -338,6 +332,12 @@ def export_base(model: SpecModel, folder: str | Path, **options: Any) -> Path:
     Collective.
     """
     return exported_base.export_base(model.base, model.reference, folder, model.quant, model.world, **options)
+
+
+def _decoding(config: DecodeConfig | None) -> DecodeConfig:
+    expect(found := DecodeConfig() if config is None else config, DecodeConfig, "config")
+    require(found.speculative_model is None, "config: the model has its draft: leave speculative_model out")
+    return found
 
 
 def validate(
@@ -349,17 +349,19 @@ def validate(
     Args:
         prompts: file of prompts, as for validate.py.
         config: decoding options; default: greedy, 3 draft tokens.
+        draft_lens: draft lengths to measure; default: that of `config`.
         tokenizer: folder of the tokenizer; default: the base's.
         output: file for the report.
     """
-    expect(config or DecodeConfig(), DecodeConfig, "config")
+    config = _decoding(config)
+    layouts.check("decode", model.world.parallel)
     folder = tokenizer or str(model.reference.path)
     opened = load_tokenizer(folder)
     was_training = model.draft.training
     model.draft.eval()
     try:
         report = validation.validate(
-            model.base, model.draft, read_prompts(str(prompts), num_prompts), opened, config or DecodeConfig(),
+            model.base, model.draft, read_prompts(str(prompts), num_prompts), opened, config,
             stop_ids=set(stop_token_ids(folder, opened, model.reference.path)), draft_lens=draft_lens,
         )  # fmt: skip
     finally:
@@ -378,14 +380,16 @@ def decode(
     Args:
         stop_ids: tokens that end an answer; default: the base's.
     """
-    expect(config or DecodeConfig(), DecodeConfig, "config")
-    if any(isinstance(prompt, (str, int)) for prompt in prompts):
-        raise UserError("decode: found text or a single prompt, expected lists of token ids, one for each prompt")
+    config = _decoding(config)
+    if any(isinstance(x, (str, int)) or any(isinstance(token, float) for token in x) for x in (*prompts, stop_ids)):
+        raise UserError(
+            "decode: found text, numbers or a single prompt, expected lists of token ids, one for each prompt"
+        )
     was_training = model.draft.training
     model.draft.eval()
     try:
         return engine.decode(
-            model.base, prompts, config or DecodeConfig(), stop_ids or model.base.config.eos_token_ids,
+            model.base, prompts, config, stop_ids or model.base.config.eos_token_ids,
             draft=model.draft if speculate else None,
         )  # fmt: skip
     finally:

@@ -25,6 +25,9 @@ from megatron_spec.config import (
     ParallelConfig,
     TransformerImpl,
     UserError,
+    expect,
+    expect_choice,
+    require,
 )
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
@@ -145,6 +148,10 @@ def load_checkpoint(
 
     Raises UserError for a missing, incomplete or mismatched checkpoint, before any weight of the base is read.
     """
+    expect(dtype, torch.dtype, "dtype", "torch.float32, torch.bfloat16")
+    require(dtype.is_floating_point, f"dtype: found {dtype}, expected a floating point type")
+    expect(layers, BaseLayers, "layers")
+    expect_choice(draft_impl, TransformerImpl, "draft_transformer_impl")
     with locked(path) as folder:
         _check_same_on_all_ranks(folder)
         spec = read_spec(folder) if spec is None else spec

@@ -6,17 +6,17 @@ Parsing imports neither torch nor megatron-core, so `--help` and flag errors ans
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import errno
 import functools
 import inspect
+import io
 import json
 import logging
+import math
 import os
 import re
 import sys
-import textwrap
 import time
 import types
 import typing
@@ -24,12 +24,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
 
 from megatron_spec.config import Config, UserError, flag_name, megatron_flags, suggest
+from megatron_spec.config.help_text import LONG_CHOICES, HelpFormatter, field_docs, flag_text
 
 log = logging.getLogger(__name__)
 
 USER_ERRORS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
-)
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+     errno.ENAMETOOLONG, errno.ELOOP}
+)  # fmt: skip
 """Operating system errors that need no traceback: no space, no permission, a file in place of a folder, ..."""
 OTHERS_WAIT = 3.0
 """Seconds by which a rank delays a message that the first rank of its machine is likely to print."""
@@ -62,12 +64,22 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, description: str | None, run: type[Config] | None = None) -> None:
-        super().__init__(
-            description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        self.run_class, self.notes = run, list[str]()
+        super().__init__(description=description, allow_abbrev=False, formatter_class=HelpFormatter)
+        self.run_class, self.notes, self.refused = run, list[str](), set[str]()
+        self.register("type", float, _finite)
         if run is not None:
             self._add_fields(run, self, "")
+
+    def format_usage(self) -> str:
+        """The required arguments only: some scripts have a hundred options, which follow with their explanations."""
+        formatter = self._get_formatter()
+        formatter.add_usage(None, [a for a in self._actions if a.required or not a.option_strings], [])
+        return f"{formatter.format_help().rstrip()} [options]\n"
+
+    def format_help(self) -> str:
+        """Usage, description and all options."""
+        self.usage = self.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and the message."""
@@ -83,12 +95,12 @@ class Parser(argparse.ArgumentParser):
             action.required = False
         found, unknown = self.parse_known_args(words, namespace)
         missing = [a for a in required if getattr(found, a.dest, None) is None]
+        named = [a.option_strings[0] for a in missing if a.dest not in self.refused]
         for action in required:
             action.required = True
         problems += [f"unexpected argument {word!r}" for word in unknown]
-        if missing and not (problems and not words):
-            names = ", ".join(a.option_strings[0] for a in missing)
-            problems.append(f"the following arguments are required: {names}")
+        if named and not (problems and not words):
+            problems.append(f"the following arguments are required: {', '.join(named)}")
         if self.run_class is not None:
             found.base_shapes = shapes
             flags = self._option_string_actions
@@ -103,6 +115,7 @@ class Parser(argparse.ArgumentParser):
         good: list[str] = []
         problems: list[str] = []
         shapes: list[tuple[str, str]] = []
+        before: dict[str, tuple[str, Any]] = {}
         start = next((i for i, word in enumerate(words) if _is_flag(word)), len(words))
         good += words[:start]
         while start < len(words):
@@ -114,8 +127,14 @@ class Parser(argparse.ArgumentParser):
             if problem is None and action is not None:
                 known = name if name in self._option_string_actions else _dashes(name)
                 good += [known + equals + value, *words[start + 1 : end]]
+                taken = values if isinstance(action.nargs, str) else values[: action.nargs is None]
+                now = " ".join([known, *taken]), (taken, known.startswith("--no-"))
+                if before.setdefault(action.dest, now)[1] != now[1]:
+                    self.notes.append(f"{now[0]} replaces {before[action.dest][0]}, given before it")
+                before[action.dest] = now
             elif problem:
                 problems.append(problem)
+                self.refused |= {action.dest} if action else set()
             start = end
         return good, problems, tuple(shapes)
 
@@ -148,8 +167,9 @@ class Parser(argparse.ArgumentParser):
     def _wrong_value(self, action: argparse.Action, values: list[str]) -> str | None:
         if action.nargs is not None:
             return None
-        if not values:
-            return f"argument {'/'.join(action.option_strings)}: expected one argument"
+        if not values or not values[0]:
+            found = ", found an empty one" if values else ""
+            return f"argument {'/'.join(action.option_strings)}: expected one argument{found}"
         try:
             self._get_values(action, values[:1])
         except argparse.ArgumentError as e:
@@ -174,7 +194,12 @@ class Parser(argparse.ArgumentParser):
                 about = field.metadata
                 self._add_fields(hint, title, f"{path}{field.name}.", about.get("only", ()), about.get("skip", ()))
             else:
-                self._add_flag(field, hint, docs[field.name], to, path + field.name)
+                named = field.metadata.get("title")
+                self._add_flag(field, hint, docs[field.name], self._titled(named) if named else to, path + field.name)
+
+    def _titled(self, title: str) -> argparse._ArgumentGroup:
+        known = (group for group in self._action_groups if group.title == title)
+        return next(known, None) or self.add_argument_group(title)
 
     def _add_flag(self, field: dataclasses.Field[Any], hint: Any, text: str, to: Any, dest: str) -> None:
         options = _argument(hint)
@@ -189,11 +214,13 @@ class Parser(argparse.ArgumentParser):
             options["action"] = Once
         optional = type(None) in typing.get_args(hint)
         default = None if field.default is dataclasses.MISSING else field.default
-        if default not in (None, "") and "default:" not in text.lower():
-            text += f" (default: {str(default).replace('%', '%%')})"
         required = field.default is dataclasses.MISSING and not optional
+        choices = options.get("choices", ())
+        if len(",".join(choices)) > LONG_CHOICES:
+            options["metavar"] = "NAME"
         flags = ["--" + flag_name(field), *_ALIASES.get(field.name, [])]
-        to.add_argument(*flags, dest=dest, help=text, default=default, required=required, **options)
+        action = to.add_argument(*flags, dest=dest, default=default, required=required, **options)
+        action.help = argparse.SUPPRESS if about.get("unlisted") else flag_text(text, default, choices)
 
 
 def _is_flag(word: str) -> bool:
@@ -204,9 +231,16 @@ def _dashes(name: str) -> str:
     return "--" + name.lstrip("-").replace("_", "-")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # a comparison with nan is always false
+        raise argparse.ArgumentTypeError(f"must be finite, found {text}")
+    return value
+
+
 def _bounded(kind: Callable[[str], Any], least: float, text: str) -> Any:
     try:
-        value = kind(text)
+        value = _finite(text) if kind is float else kind(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid {kind.__name__} value: {text!r}") from None
     if value < least:
@@ -245,41 +279,14 @@ def _argument(hint: Any) -> dict[str, Any]:
     return {"type": hint, "metavar": getattr(hint, "__name__", "VALUE").upper()}
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """Docstrings of the fields of a dataclass and its parents, by field name."""
-    docs: dict[str, str] = {}
-    for part in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(part):
-            docs.update(_own_field_docs(part))
-    return docs
-
-
-@functools.cache
-def _own_field_docs(cls: type) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs: dict[str, str] = {}
-    for node, after in zip(body.body, body.body[1:], strict=False):
-        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(text, str):
-            docs[node.target.id] = " ".join(text.split()).replace("%", "%%")
-    return docs
-
-
 def at_least_one(text: str) -> int:
     """An argparse type: a positive integer."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value
+    return int(_bounded(int, 1, text))
 
 
 def at_least_zero(text: str) -> int:
     """An argparse type: a non-negative integer."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, found {value}")
-    return value
+    return int(_bounded(int, 0, text))
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -320,6 +327,8 @@ def local_rank() -> int:
 
 def setup_logging() -> None:
     """Log to stderr: progress on rank 0, warnings and errors on every rank, prefixed with the rank."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not in UTF-8 shows \xe9, not a traceback
+        sys.stdout.reconfigure(errors="backslashreplace")
     level = logging.INFO if rank() == 0 else logging.WARNING
     prefix = "" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else f"[rank {rank()}] "
     logging.basicConfig(level=logging.WARNING, format=f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S")

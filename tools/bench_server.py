@@ -127,7 +127,7 @@ def main(args: argparse.Namespace) -> None:
     for prompt in prompts:
         if prompt.tools or prompt.template_kwargs:
             raise UserError(f"{prompt.where}: tools and chat_template_kwargs are not sent, expected messages alone")
-    if not 0 <= args.temperature < float("inf"):
+    if args.temperature < 0:
         raise UserError(f"--temperature {args.temperature}: expected a number of at least 0")
     report = asyncio.run(measure(args, [list(p.rounds[0]) for p in prompts]))
     if args.output:

@@ -2,6 +2,7 @@
 # Quick tests: the unit tests of what changed since main, or a core: tools/check.sh [pytest arguments]
 # A change counts when it is committed on the branch, staged, or in the working tree. BASE=branch compares with another branch.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,3s/^# //p' "$0"; exit ;; esac
 cd "$(dirname "$0")/.."
 base=$(git merge-base HEAD "${BASE:-main}" 2>/dev/null || git rev-parse HEAD)
 changed=$(git diff --name-only --diff-filter=d "$base"; git ls-files --others --exclude-standard)

@@ -6,6 +6,7 @@ python tools/compare_reports.py eagle3.json medusa.json ngram.json --names EAGLE
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def main(args: argparse.Namespace) -> None:
     if Path(args.html).resolve() in {Path(path).resolve() for path in args.reports}:
         raise UserError(f"--html {args.html} is also a report: it would be overwritten")
     html.write_html(args.html, read_reports(args.reports, args.names))
+    sys.stdout.write(f"{args.html}\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 # A headless Chromium for the test that opens the HTML report: tools/get_chromium.sh [FOLDER]  (default .cache/chromium)
 # Prints the program. One that is installed is used; else Debian's packages are unpacked into FOLDER, without root.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,3s/^# //p' "$0"; exit ;; esac
 cd "$(dirname "$0")/.."
 folder=$(realpath -m "${1:-.cache/chromium}")
 for name in "${CHROMIUM:-}" chromium-headless-shell chromium chromium-browser google-chrome "$folder/chromium"; do

@@ -26,6 +26,7 @@ from typing import Any
 from megatron_spec import cli
 from megatron_spec.checkpoint.spec import is_draft_checkpoint
 from megatron_spec.config import UserError
+from megatron_spec.export import bases
 from megatron_spec.families import refuse_draft
 from megatron_spec.runtime.files import model_json, read_object, write_text
 from megatron_spec.serving import sglang, trtllm, vllm
@@ -225,12 +226,16 @@ def target(args: argparse.Namespace) -> str:
 
 
 def check_target(args: argparse.Namespace) -> None:
-    """Raise UserError for MTP with a base without prediction module; warn if the draft was trained for another base."""
+    """Raise UserError for a base with which a method does not work; warn if the draft was trained for another base."""
     if not args.base or not (Path(args.base) / "config.json").is_file():
         return  # a hub name: the engine downloads it
     config = read_object(Path(args.base) / "config.json")
     if args.method == "mtp" and not any("nextn" in key or "mtp" in key for key in flat_keys(config)):
         raise UserError(f"--method mtp: {args.base} has no prediction module (by config.json)")
+    if args.method in ("sa", "draft_target", "pard") and args.engine == "trtllm":
+        why = bases.lost((config.get("architectures") or [None])[0], "other").get("trtllm")
+        if why:
+            raise UserError(f"--method {args.method}: TensorRT-LLM does not draft so for {args.base}: {why}")
     if args.method != "exported":
         return
     own = Path(args.export_dir) / "base" / "config.json"

@@ -63,13 +63,13 @@ def prepare(args: argparse.Namespace) -> None:
     held_out = Path(args.held_out) if args.held_out else None
     options = CleanOptions(args.make_prompts, args.max_characters)
     report = library.prepare(sources, Path(args.output), options, held_out, share, args.num_workers)
-    say(report)
+    say(report, "prompts" if args.make_prompts else "conversations")
 
 
-def say(report: Report) -> None:
+def say(report: Report, what: str) -> None:
     """Print what was written, dropped and corrected."""
     for path, lines in report.written.items():
-        sys.stdout.write(f"{lines} conversations in {path}\n")
+        sys.stdout.write(f"{lines} {what} in {path}\n")
     for title, counts in (("dropped", report.dropped), ("corrected", report.repairs)):
         sys.stdout.write(f"{counts.total()} {title}{':' if counts else ''}\n")
         for reason, count in counts.most_common():

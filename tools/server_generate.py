@@ -96,9 +96,9 @@ def template_kwargs(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str
 def check(args: argparse.Namespace) -> None:
     """Raise UserError for invalid values, before any request."""
     cli.check_urls(*args.url)
-    if not args.timeout > 0:
+    if args.timeout <= 0:
         raise UserError(f"--timeout {args.timeout}: expected a positive number of seconds")
-    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
+    if args.temperature is not None and args.temperature < 0:
         raise UserError(f"--temperature {args.temperature}: expected a number of at least 0")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top-p {args.top_p}: expected a number above 0 and at most 1")

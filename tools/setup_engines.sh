@@ -2,6 +2,7 @@
 # Install serving engines in environments of their own: tools/setup_engines.sh [FOLDER]  (default .venv-engines)
 # Python 3.11 or 3.12; several GB. An environment that holds these versions already is left as it is.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,3s/^# //p' "$0"; exit ;; esac
 cd "$(dirname "$0")/.."
 folder=${1:-${MEGATRON_SPEC_ENGINES:-.venv-engines}}
 python=${PYTHON:-$(command -v python3.11 || command -v python3.12 || echo python3)}

@@ -2,6 +2,7 @@
 # Make the virtual environment that scripts and tests run in, once: tools/setup_venv.sh [FOLDER]  (default .venv)
 # PYTHON chooses the interpreter; otherwise the first of python3.11, python3.12, python3.10, python3 that fits.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,3s/^# //p' "$0"; exit ;; esac
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 if [ -L "$venv" ]; then exit 0; fi # a link to the environment of another checkout (git worktrees): used as it is
@@ -26,7 +27,11 @@ if [ -z "$python" ]; then
     if command -v "$candidate" >/dev/null 2>&1 && fits "$candidate"; then python=$candidate; break; fi
   done
 fi
-if [ -z "$python" ] || ! fits "$python"; then
+if [ -n "${PYTHON:-}" ] && ! fits "$python"; then
+  echo "error: PYTHON=$python is $("$python" --version 2>/dev/null || echo no program): expected Python 3.10-3.12 with the venv module" >&2
+  exit 2
+fi
+if [ -z "$python" ]; then
   echo "error: found no Python 3.10-3.12 with the venv module: on Debian 'apt-get install python3 python3-venv', or set PYTHON=..." >&2
   exit 2
 fi

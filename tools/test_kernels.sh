@@ -3,6 +3,7 @@
 # interpreter against plain tensors: tools/test_kernels.sh [pytest arguments of the second part]
 # Triton (a gigabyte that a CPU does not need otherwise) goes to .cache, not into the virtual environment.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,4s/^# //p' "$0"; exit ;; esac
 cd "$(dirname "$0")/.."
 tools/setup_venv.sh
 triton=${TRITON:-3.9.0}

@@ -1,4 +1,7 @@
 # Sourced by launch_train.sh and train_eagle3_and_export.sh: flags of convert_model.py for each --algorithm, and checks.
+differences() { # file of recorded options, those given: what differs
+  { diff <(tr ' ' '\n' < "$1") <(tr ' ' '\n' <<< "$2") || true; } | sed -n 's/^< /recorded /p; s/^> /given /p' | paste -sd, | sed 's/,/, /g'
+}
 number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a positive integer"; } # flag, value
 draft_flags() { # algorithm, file of overrides or ''; sets `kind`
   case $1 in

@@ -105,8 +105,7 @@ elif [ ! -f "$output/draft.options" ]; then
   [ -z "$eagle$vocab" ] || fail "$output/draft is there: --eagle_config and --draft_vocab do nothing, leave them out"
   echo "training $output/draft as it is, on its own base: --model and --algorithm are not read" >&2
 elif [ "$(cat "$output/draft.options")" != "$made" ]; then
-  printf 'recorded: %s\ngiven:    %s\n' "$(cat "$output/draft.options")" "$made" >&2
-  fail "$output/draft was made with other options: choose another --output_dir, or remove it"
+  fail "$output/draft was made with other options ($(differences "$output/draft.options" "$made")): choose another --output_dir, or remove it"
 fi
 launch finetune.py --load "$output/draft" --save "$output/run" ${data:+--data "$data"} \
   ${offline:+--offline-data "$offline"} --global-batch-size "$batch" --train-epochs "$epochs" \

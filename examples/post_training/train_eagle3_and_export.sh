@@ -143,7 +143,14 @@ if [ -z "$train_iters" ]; then # the short recipe reads its conversations 2.6 ti
   [ "$conversations" -gt 0 ] || fail "${data:-$prompts}: no conversation"
   train_iters=$((conversations * 13 / (5 * global_batch) + 1))
 fi
-[ "$num_gpu" -gt 0 ] || export CUDA_VISIBLE_DEVICES=
+half=() # of the stages whose texts need not be the same in every row shape
+if [ "$num_gpu" -eq 0 ]; then
+  export CUDA_VISIBLE_DEVICES=
+  if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then # twice the speed of fp32
+    half=(--bf16)
+    echo "this CPU computes in bf16: it writes the answers and trains in bf16, and validates in fp32"
+  fi
+fi
 
 # The interpreter: on GPU machines, one that has torch with CUDA and the other packages, else our own environment.
 python=python3
@@ -167,6 +174,41 @@ launch() { # script arguments...
   fi
 }
 
+base=${base_model:-$root/.cache/smollm2-135m-instruct}
+[ -n "$base_model" ] || "$python" "$root/tools/get_smollm2.py" --output "$base"
+words=(${tokenizer:+--tokenizer "$tokenizer"})
+cache=() # features of a large base are larger than most disks: see --feature-cache and offline_feature_extract.py
+[ -n "$base_model" ] || cache=(--feature-cache "$output/features")
+train=${data:-$output/train.jsonl}
+conversations=(--data "$train" --seq-length "$seq_length" "${words[@]}")
+case $algorithm in # Medusa has a step per head, a block one per slot, and its own weights and loss
+  medusa) steps=() goal=(--loss "$loss" ${step_decay:+--step-decay "$step_decay"}) ;;
+  dflash|dspark) steps=() goal=(${own_loss:+--loss "$own_loss"}) ;;
+  *) steps=(--ttt-steps "$ttt_steps") goal=(--loss "$loss" ${step_decay:+--step-decay "$step_decay"}) ;;
+esac
+training=("${conversations[@]}" "${steps[@]}" "${goal[@]}" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
+  --global-batch-size "$global_batch" --log-interval 10 "${rows[@]}" "${half[@]}")
+schedule=(--train-iters "$train_iters" --save-interval "$((train_iters / 5 + 1))" --lr "$lr" --lr-warmup-iters "$warmup")
+asked=(${synthesize:+--synthesize "$synthesize"})
+[ -n "$synthesize" ] && [ -z "$prompts" ] || asked+=(--data "${prompts:-$scripts/data/prompts.jsonl}" --num-prompts "$num_prompts")
+answers_of=(--max-new-tokens "$max_new_tokens" --batch-size "$answers" ${temperature:+--temperature "$temperature"} "${words[@]}" "${half[@]}")
+
+# A value that a script would refuse is refused now, not when hours of training data have been written.
+accepted() { # script, flags...
+  "$python" -c 'import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0])["parser"]().parse_args()' "$scripts/$1" "${@:2}"
+}
+accepted generate.py --base "$base" --data x --output x "${answers_of[@]}"
+accepted finetune.py --load x --save x "${training[@]}" "${schedule[@]}"
+[ "$qat_iters" -eq 0 ] || accepted finetune.py --load x --save x "${training[@]}" --train-iters "$qat_iters" --lr "$qat_lr"
+longest=$(sed -n 's/.*"max_position_embeddings": *\([0-9]\{1,\}\).*/\1/p' "$base/config.json" 2>/dev/null | sort -n | tail -n 1 || true)
+[ "$seq_length" -le "${longest:-$seq_length}" ] || fail "--seq_length $seq_length: the base has $longest positions"
+case $algorithm in # a draft proposes no more than it was trained for
+  medusa) deepest=4 ;;
+  p-eagle) deepest=$ttt_steps ;;
+  *) deepest=$draft_len ;;
+esac
+[ "${draft_len:-1}" -le "${deepest:-1}" ] || fail "--draft_len $draft_len: this $algorithm draft proposes at most $deepest tokens"
+
 content() { local file; for file in "$@"; do [ -z "$file" ] || cksum < "$file"; done | tr '\n' ' '; } # files...
 
 # The folder records its options and the content of its files: others would mix two runs.
@@ -178,10 +220,9 @@ fi
 mkdir -p "$output/.stages" || fail "--output $output cannot be written: choose another folder"
 options="algorithm=$algorithm eagle_config=$eagle_config base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
 train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \
-max_new_tokens=$max_new_tokens synthesize=$synthesize temperature=$temperature recipe=$recipe files=$(content "$eagle_config" "$data" "$prompts")"
+max_new_tokens=$max_new_tokens synthesize=$synthesize temperature=$temperature recipe=$recipe half=${half[*]} files=$(content "$eagle_config" "$data" "$prompts")"
 if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "$options" ]; then
-  printf 'recorded: %s\ngiven:    %s\n' "$(cat "$output/.stages/options")" "$options" >&2
-  fail "$output holds a run with other options: choose another --output, or remove it"
+  fail "$output holds a run with other options ($(differences "$output/.stages/options" "$options")): choose another --output, or remove it"
 fi
 printf '%s\n' "$options" > "$output/.stages/options"
 # Other measurement options: validate again.
@@ -204,48 +245,30 @@ stage() { # name, output that only this stage makes ('' when the command continu
   mv "$output/.stages/.$name.tmp" "$output/.stages/$name"
 }
 
-base=${base_model:-$root/.cache/smollm2-135m-instruct}
-[ -n "$base_model" ] || "$python" "$root/tools/get_smollm2.py" --output "$base"
-words=(${tokenizer:+--tokenizer "$tokenizer"})
-cache=() # features of a large base are larger than most disks: see --feature-cache and offline_feature_extract.py
-[ -n "$base_model" ] || cache=(--feature-cache "$output/features")
-train=${data:-$output/train.jsonl}
-conversations=(--data "$train" --seq-length "$seq_length" "${words[@]}")
-case $algorithm in # Medusa has a step per head, a block one per slot, and its own weights and loss
-  medusa) steps=() goal=(--loss "$loss" ${step_decay:+--step-decay "$step_decay"}) ;;
-  dflash|dspark) steps=() goal=(${own_loss:+--loss "$own_loss"}) ;;
-  *) steps=(--ttt-steps "$ttt_steps") goal=(--loss "$loss" ${step_decay:+--step-decay "$step_decay"}) ;;
-esac
-training=("${conversations[@]}" "${steps[@]}" "${goal[@]}" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
-  --global-batch-size "$global_batch" --log-interval 10 "${rows[@]}")
-
-asked=(${synthesize:+--synthesize "$synthesize"})
-[ -n "$synthesize" ] && [ -z "$prompts" ] || asked+=(--data "${prompts:-$scripts/data/prompts.jsonl}" --num-prompts "$num_prompts")
-[ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" "${asked[@]}" --output "$train" \
-  --max-new-tokens "$max_new_tokens" --batch-size "$answers" ${temperature:+--temperature "$temperature"} "${words[@]}"
+[ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" "${asked[@]}" --output "$train" "${answers_of[@]}"
 [ ${#vocabulary[@]} -eq 0 ] || stage calibrate_vocab "$output/vocab" "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
   --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab" "${words[@]}"
 stage convert "$output/draft" launch convert_model.py "${kind[@]}" "${vocabulary[@]}" --load "$base" --save "$output/draft"
-stage finetune "" launch finetune.py --load "$output/draft" --save "$output/finetuned" "${training[@]}" "${cache[@]}" \
-  --train-iters "$train_iters" --save-interval "$((train_iters / 5 + 1))" --lr "$lr" --lr-warmup-iters "$warmup"
+stage finetune "" launch finetune.py --load "$output/draft" --save "$output/finetuned" "${training[@]}" "${cache[@]}" "${schedule[@]}"
+# P-EAGLE proposes no more than it was trained for.
+[ "$algorithm" != p-eagle ] || [ "$ttt_steps" -ge 3 ] || : "${draft_len:=$ttt_steps}"
+served=() # the length in the serving configuration: there is none for the other drafts
+case $algorithm in eagle3|eagle3.1|p-eagle|dflash|dspark) served=(${draft_len:+--max-draft-len "$draft_len"}) ;; esac
 stage export_bf16 "$output/export_bf16" launch export.py --load "$output/finetuned" --export-dir "$output/export_bf16" \
-  --export-extra-modules ${draft_len:+--max-draft-len "$draft_len"}
-if [ -z "$draft_len" ]; then
-  draft_len=3
-  [ "$algorithm" != p-eagle ] || [ "$ttt_steps" -ge 3 ] || draft_len=$ttt_steps # it proposes no more than it was trained for
-fi
+  --export-extra-modules "${served[@]}"
+: "${draft_len:=3}"
 measure=(--data "$heldout" --max-draft-len "$draft_len" --max-new-tokens "$eval_tokens" --batch-size 24 --num-prompts "$eval_prompts" \
   "${words[@]}")
 stage validate_bf16 "" launch validate.py --load "$output/finetuned" "${measure[@]}" --output "$output/validate_bf16.json"
 [ -z "$sa_threshold" ] || stage validate_lookup "" launch validate.py --load "$output/finetuned" "${measure[@]}" \
   --sa-threshold "$sa_threshold" --output "$output/validate_lookup.json"
 if [ "$qat_iters" -gt 0 ]; then
+  [ "$policy" = fp8 ] || steps=() # no input of the draft is calibrated
   stage quantize "$output/quantized" launch quantize.py --export-quant-cfg "$policy" --load "$output/finetuned" \
     --save "$output/quantized" "${conversations[@]}" "${steps[@]}" --calib-samples 32
   stage qat "" launch finetune.py --load "$output/quantized" --save "$output/qat" "${training[@]}" \
     --train-iters "$qat_iters" --lr "$qat_lr"
-  stage export "$output/export" launch export.py --load "$output/qat" --export-dir "$output/export" --export-extra-modules \
-    --max-draft-len "$draft_len"
+  stage export "$output/export" launch export.py --load "$output/qat" --export-dir "$output/export" --export-extra-modules "${served[@]}"
   exact=() # fp8 inputs round alike in every row shape only in float64, see validate.py --help; too slow for a large base
   [ "$num_gpu" -gt 0 ] || exact=(--fp64)
   stage validate_fp8 "" launch validate.py --load "$output/qat" "${measure[@]}" "${exact[@]}" --output "$output/validate_fp8.json"

@@ -200,7 +200,7 @@ def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(SAFE_GLOBALS):
             return dict(dist_checkpointing.load(state, str(folder)))
     except Exception as e:
-        raise UserError(f"{folder} does not load: {type(e).__name__}: {str(e)[:500]}") from e
+        raise UserError(f"{folder} cannot be loaded: {type(e).__name__}: {str(e)[:500]}") from e
 
 
 @torch.no_grad()

@@ -233,7 +233,7 @@ def read_extra(folder: Path | str) -> dict[str, Any]:
 def _unreadable(folder: Path | str, error: BaseException) -> UserError:
     if not Path(folder).is_dir():
         return UserError(f"checkpoint {folder} was removed while it was read: start again, or give another iteration")
-    return UserError(f"checkpoint {folder} does not load: {type(error).__name__}: {error}")
+    return UserError(f"checkpoint {folder} cannot be loaded: {type(error).__name__}: {error}")
 
 
 def has_optimizer(folder: Path | str) -> bool:
@@ -244,7 +244,7 @@ def has_optimizer(folder: Path | str) -> bool:
     try:
         return "optimizer" in dist_checkpointing.load_common_state_dict(str(Path(folder) / "dist"))
     except Exception as e:
-        raise UserError(f"checkpoint {folder} does not load: {type(e).__name__}: {e}") from e
+        raise UserError(f"checkpoint {folder} cannot be loaded: {type(e).__name__}: {e}") from e
 
 
 def _check_names(folder: Path, wanted: dict[str, ShardedTensor]) -> None:

@@ -23,6 +23,7 @@ from megatron_spec.config import (
     ObjectiveConfig,
     QuantConfig,
     UserError,
+    option,
     presets,
 )
 from megatron_spec.runtime.files import read_object, sha256_of
@@ -55,7 +56,7 @@ class CheckpointSpec(Config):
     """Configuration of the draft; `algorithm` selects its class."""
     quant: QuantConfig | None = None
     """Fake quantisation; None: not quantised."""
-    iteration: int = 0
+    iteration: int = option(0, least=0)
     """Optimizer steps of the run that saved it."""
     draft_class: str | None = None
     """module:Class of a draft of the user's; None: this package's class for the algorithm."""

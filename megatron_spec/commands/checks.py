@@ -55,6 +55,9 @@ def check_training(
     run.check_features()
     if run.evaluation.interval:
         layouts.check("decode", run.parallel)
-        check_lengths(DecodeConfig(), (run.evaluation.max_draft_len,), draft, objective.ttt_steps, "--eval-draft-len")
+        check_lengths(
+            DecodeConfig(), (run.evaluation.max_draft_len,), draft, objective.ttt_steps, "--eval-draft-len",
+            base.max_position_embeddings,
+        )  # fmt: skip
     if run.teacher == "original" and (quant is None or quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")

@@ -20,7 +20,7 @@ from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_modul
 from megatron_spec.checkpoint.spec import CheckpointSpec
 from megatron_spec.commands.checks import check_base_shapes
 from megatron_spec.commands.runs import ConvertRun, DraftRequest, settings_of, takes
-from megatron_spec.config import BlockConfig, Config, DraftConfig, EagleConfig, MedusaConfig, UserError, presets
+from megatron_spec.config import BlockConfig, Config, DraftConfig, EagleConfig, MedusaConfig, UserError, expect, presets
 from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.data import mask_token
 from megatron_spec.drafts import build_draft
@@ -166,6 +166,27 @@ def draft_kinds() -> dict[str, type[Any]]:
     return kinds
 
 
+def _check_kind(kind: str, algorithm: str) -> None:
+    """Raise UserError for an algorithm that is not of this kind."""
+    kinds = draft_kinds()
+    if kinds.get(algorithm) is not kinds[kind] or kind not in ("eagle", algorithm):
+        raise UserError(f"convert: a draft of kind {kind!r} cannot have the algorithm {algorithm!r}")
+
+
+def check_source(draft: str | Path | None, mtp_from_base: bool, fresh: dict[str, bool]) -> None:
+    """Raise UserError for two sources of a draft, and for arguments of new drafts (name -> was it given?)."""
+    if draft is None and not mtp_from_base:
+        return
+    if draft is not None and not isinstance(draft, (str, Path)):
+        raise UserError(f"convert: found {draft!r} for draft, expected a folder (a class of your own is draft_class)")
+    if draft is not None and mtp_from_base:
+        raise UserError("convert: draft= and mtp_from_base=True name two drafts: give one of them")
+    given = [name for name, is_given in fresh.items() if is_given]
+    if given:
+        source = "mtp_from_base=True" if mtp_from_base else "draft="
+        raise UserError(f"convert: {source} takes the draft as it is: leave {', '.join(given)} out")
+
+
 def requested_config(drafts: Any, ref: BaseReference, vocab: DraftVocab) -> DraftConfig:
     """Architecture of a new draft from the library's list of one pair (kind, configuration or overrides).
 
@@ -185,7 +206,12 @@ def requested_config(drafts: Any, ref: BaseReference, vocab: DraftVocab) -> Draf
         return fresh_config(ref, kind, dict(config or {}), vocab)
     if not isinstance(config, kinds[kind]):
         raise UserError(f"convert: found a {type(config).__name__} for a draft of kind {kind!r}")
-    return typing.cast(DraftConfig, config)
+    complete = typing.cast(DraftConfig, config)
+    _check_kind(kind, complete.algorithm)
+    for name, expected in (("target_hidden_size", ref.config.hidden_size), ("vocab_size", ref.config.vocab_size)):
+        if (found := getattr(complete, name)) != expected:
+            raise UserError(f"convert: {name} of the draft is {found}, but the base has {expected}")
+    return complete
 
 
 def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab: DraftVocab) -> DraftConfig:
@@ -195,8 +221,7 @@ def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab
     """
     overrides, cls = dict(overrides), draft_kinds()[kind]
     algorithm = overrides.pop("algorithm", "eagle3" if kind == "eagle" else kind)
-    if draft_kinds().get(algorithm) is not cls or kind not in ("eagle", algorithm):
-        raise UserError(f"convert: a draft of kind {kind!r} cannot have the algorithm {algorithm!r}")
+    _check_kind(kind, algorithm)
     if cls is MedusaConfig and len(vocab) != vocab.vocab_size:
         raise UserError(f"convert: a draft of kind {kind!r} has the whole vocabulary of the base: leave vocab out")
     if cls is MedusaConfig:
@@ -215,6 +240,7 @@ def new_draft(
 
     Raises UserError for parameters of a class of the user's that have no value.
     """
+    expect(seed, int, "seed")
     draft: Draft = build_draft(config, vocab, world, dtype, paths, draft_class)
     draft.initialize(base, last_layer_tensors(base), seed)
     if unset := [name for name, p in draft.named_parameters() if bool(p.isnan().any())]:

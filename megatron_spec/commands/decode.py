@@ -56,7 +56,7 @@ def validate(run: ValidateRun) -> Report:
     """
     own_draft = run.load is not None and run.decode.decoding_type not in WITHOUT_DRAFT
     if run.output is None and not own_draft:
-        raise UserError("--output: expected a file for the report (the default is for the draft of --load)")
+        raise UserError("give --output, a file for the report: without a draft in --load it has no folder")
     _check_outputs(run)
     if run.html_output is not None:
         html.require_matplotlib()
@@ -123,6 +123,7 @@ def _measure(
         html.write_html(run.html_output, {draft: report.to_dict()})
     for measured in report.runs:
         _log_run(measured, report)
+    log.info("report: %s", " and ".join(filter(None, (str(_report_path(run)), run.html_output))))
     if report.first.text_identical is False and models.fake_quantised and not run.fp64:
         log.info("an fp8 base rounds inputs differently in batches of other sizes; --fp64 compares texts without this")
     return report

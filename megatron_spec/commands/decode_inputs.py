@@ -197,7 +197,8 @@ def resolve(
         parallel_drafting = isinstance(config, EagleConfig) and config.parallel_drafting
         trained = _trained_steps(folder, reading) if parallel_drafting else None
         check_confidence(decode, draft)
-        check_lengths(decode, lens or (decode.max_draft_len,), draft, trained)
+        positions = base_config.max_position_embeddings
+        check_lengths(decode, lens or (decode.max_draft_len,), draft, trained, positions=positions)
     if kind == "User":
         find_drafter(decode.drafter or "")
     target = None

@@ -166,9 +166,11 @@ class _AgreedStop:
 
 
 def _everywhere(found: list[Generation] | None, world: World) -> list[Generation] | None:
-    """The answers of all data-parallel ranks, so that all compute equal figures; None if one was interrupted."""
+    """The answers of all data-parallel ranks in the order of the questions; None if one was interrupted."""
     if world.dp_size == 1:
         return found
     parts: list[Any] = [None] * world.dp_size
     dist.all_gather_object(parts, found, group=world.dp)
-    return None if any(part is None for part in parts) else [g for part in parts for g in part]
+    if any(part is None for part in parts):
+        return None
+    return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from megatron_spec.build import load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, locked, read_spec
 from megatron_spec.commands.checks import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
-from megatron_spec.config import BlockConfig, DraftConfig, MedusaConfig, UserError, flag_name
+from megatron_spec.config import BaseConfig, BlockConfig, DraftConfig, EagleConfig, MedusaConfig, UserError, flag_name
 from megatron_spec.config.rope import read_rope
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
-from megatron_spec.export.block import unserved
 from megatron_spec.export.common import shared_folder
 from megatron_spec.export.draft import export_draft
-from megatron_spec.export.served import check_exportable, engines_of
+from megatron_spec.export.served import check_exportable, lost_engines
 from megatron_spec.families import config_json
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
@@ -53,7 +51,8 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
         if getattr(run, name):
             flag = flag_name(run.__dataclass_fields__[name])
             raise UserError(f"--{flag} concerns the draft: add --export-extra-modules, or leave it out")
-    if run.max_draft_len and run.format != "speculators" and not (run.format == "hf" and _writes_yaml(spec.draft)):
+    why = _no_yaml(spec.draft, spec.base.config)
+    if run.max_draft_len and run.format != "speculators" and (run.format != "hf" or why):
         raise UserError(
             f"--max-draft-len: no serving configuration is written for {algorithm} in the format {run.format}; "
             "tools/make_serving_config.py writes one"
@@ -84,11 +83,11 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
     return as_exported
 
 
-def _writes_yaml(draft: DraftConfig) -> bool:
-    """True if TensorRT-LLM's PyTorch backend loads such a draft."""
-    if isinstance(draft, BlockConfig):
-        return "trtllm" not in unserved(draft)
-    return draft.reads_captures and "trtllm" in engines_of(draft)
+def _no_yaml(draft: DraftConfig, base: BaseConfig) -> str | None:
+    """Why there is no file for TensorRT-LLM's PyTorch backend, which does not serve this draft; None if it does."""
+    if isinstance(draft, BlockConfig) or (isinstance(draft, EagleConfig) and draft.reads_captures):
+        return lost_engines(draft, base).get("trtllm")
+    return f"it has no {draft.algorithm}"
 
 
 def _with_yarn(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
@@ -96,9 +95,9 @@ def _with_yarn(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
     factor, original, draft = run.yarn_factor, run.yarn_original, spec.draft
     if factor is None and original is None:
         return spec
-    if factor is None or original is None or not 1 < factor < math.inf:
+    if factor is None or original is None or factor <= 1:
         raise UserError(
-            f"--export-yarn-factor {factor} with --export-yarn-original {original}: expected both, a factor above 1"
+            f"--export-yarn-factor {factor} with --export-yarn-original {original}: give both, and a factor above 1"
         )
     if run.format != "hf":
         raise UserError(f"--export-yarn-factor needs --export-format hf, found {run.format}")
@@ -188,10 +187,19 @@ def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Pa
         (new / "draft").rename(new / "hf")
         speculators.convert(new / "hf", base, new / "draft", run.max_draft_len or 3)
         shutil.rmtree(new / "hf")
-    elif _writes_yaml(spec.draft):
-        plan = exported(new / "draft", run.max_draft_len, place=out / "draft")
+    else:
         served = out / "base" if (new / "base").is_dir() else base
-        if "trtllm" in plan.unserved:
-            log.warning("no trtllm.yaml: TensorRT-LLM does not load this draft: %s", plan.unserved["trtllm"])
-            return
-        write_text(new / "trtllm.yaml", trtllm_yaml(plan, str(served), str(out / "trtllm.yaml")))
+        _write_yaml(run, spec, new, out, served)
+
+
+def _write_yaml(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, served: Path) -> None:
+    """Write trtllm.yaml, with the command that serves the target `served`, if TensorRT-LLM loads the draft."""
+    if why := _no_yaml(spec.draft, spec.base.config):
+        if spec.draft.capture_layer_ids:
+            log.warning("no trtllm.yaml: TensorRT-LLM does not serve this draft: %s", why)
+        return
+    plan = exported(new / "draft", run.max_draft_len, place=out / "draft")
+    if "trtllm" in plan.unserved:
+        log.warning("no trtllm.yaml: TensorRT-LLM does not load this draft: %s", plan.unserved["trtllm"])
+        return
+    write_text(new / "trtllm.yaml", trtllm_yaml(plan, str(served), str(out / "trtllm.yaml")))

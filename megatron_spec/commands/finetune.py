@@ -73,7 +73,7 @@ def with_steps(run: FinetuneRun, rows: int) -> TrainConfig:
     if run.train_epochs is None:
         return run.train
     steps = -(-rows * run.train_epochs // run.train.global_batch_size)
-    log.info("%d epochs of %d rows, %d a step: %d steps", run.train_epochs, rows, run.train.global_batch_size, steps)
+    log.info("epochs: %d of %d rows, %d a step: %d steps", run.train_epochs, rows, run.train.global_batch_size, steps)
     return run.train.replace(train_iters=steps)
 
 

@@ -152,7 +152,7 @@ def content_file(run: FinetuneRun) -> Path:
     """The file that identifies the training data. Raises UserError unless there is exactly one source of samples."""
     if (run.data is None) == (run.offline_data is None):
         found = "neither" if run.data is None else "both"
-        raise UserError(f"found {found} of --data and --offline-data, expected one: stored features hold their samples")
+        raise UserError(f"give one of --data and --offline-data (which contains its samples): found {found}")
     if run.data is not None:
         check_file(run.data)
         return Path(run.data)
@@ -209,10 +209,11 @@ def check_same_run(resolved: Resolved) -> None:
     for flag, value in resolved.order.items():
         before = saved["data_order"].get(flag, {} if flag == "--chat-template-kwargs" else value)
         if before != value:
-            what = "holds other content (SHA-256)" if flag in ("--data", "--tokenizer") else "is"
+            what = "has other content (SHA-256)" if flag in ("--data", "--tokenizer") else "is"
+            flag = "--offline-data" if flag == "--data" and run.offline_data is not None else flag
             raise UserError(
-                f"{flag} {what} {value}, but the run in --save {run.save} was made with {before}: continue it with the "
-                "same, or give another --save folder"
+                f"{flag} {what} {value}, but the run in --save {run.save} began with {before}: give the same to "
+                "continue it, or another --save folder to start a new run"
             )
     load = resolve_folder(run.load)
     own = load.resolve().parent == Path(run.save).resolve()

@@ -9,6 +9,7 @@ import torch
 
 from megatron_spec.base import te
 from megatron_spec.base.placement import check_parallel
+from megatron_spec.batch import Batch
 from megatron_spec.build import load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, locked, read_spec, resolve
@@ -16,7 +17,8 @@ from megatron_spec.commands.checks import check_base_shapes, check_seq_length
 from megatron_spec.commands.data import check_file, open_dataset, tokenizer_folder
 from megatron_spec.commands.runs import QuantizeRun, settings_of, takes
 from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError, presets, suggest
-from megatron_spec.data.loader import BatchLoader, ConversationDataset
+from megatron_spec.data.loader import ConversationDataset
+from megatron_spec.data.packing import build_batch
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.planning import layouts
 from megatron_spec.quantization import report
@@ -70,8 +72,10 @@ def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
             f"--export-quant-cfg {name!r} is not known{suggest(name, PRESETS)}; known: {', '.join(PRESETS)}, or a "
             ".json or .yaml file"
         )
-    if kv_cache is None:
+    if kv_cache is None or kv_cache == policy.kv_cache:
         return policy
+    if policy.kv_cache != "none":
+        log.info("--export-kv-cache-quant %s replaces the kv_cache of %s, %s", kv_cache, name, policy.kv_cache)
     try:
         return policy.replace(kv_cache=kv_cache)
     except UserError as e:
@@ -96,22 +100,21 @@ def _read_policy(path: Path) -> QuantConfig:
         raise UserError(f"--export-quant-cfg {path}: {e}") from None
 
 
-def calibration_loader(
-    dataset: ConversationDataset, world: World, samples: int, micro_batch_size: int, sequence_parallel: bool
-) -> tuple[BatchLoader, int]:
-    """A loader whose steps fill all pipeline and data-parallel ranks, and the number of steps for `samples`."""
-    per_step = micro_batch_size * world.dp_size * world.pp_size
-    loader = BatchLoader(
-        dataset,
-        micro_batch_size=micro_batch_size,
-        global_batch_size=per_step,
-        dp_rank=world.dp_rank,
-        dp_size=world.dp_size,
-        seed=0,
-        pad_multiple=world.tp_size if sequence_parallel else 1,
-        device=world.device,
-    )
-    return loader, max(1, min(samples, len(dataset)) // per_step)
+def calibration_steps(
+    dataset: ConversationDataset, world: World, samples: int, micro_batch_size: int
+) -> tuple[list[list[Batch]], int]:
+    """The micro-batches of this rank's replica, by step, and the number of conversations that all ranks read.
+
+    Each has one conversation, without padding, so that ranges do not depend on the layout. Empty ones make their number
+    a multiple of the pipeline stages.
+    """
+    count, size = min(samples, len(dataset)), micro_batch_size * world.pp_size
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    rows = [[dataset[i]] for i in order[world.dp_rank :: world.dp_size]]
+    while not rows or len(rows) % world.pp_size:
+        rows.append([])
+    batches = [build_batch([row], max(1, sum(map(len, row))), world.device) for row in rows]
+    return [batches[i : i + size] for i in range(0, len(batches), size)], count
 
 
 @takes(QuantizeRun)
@@ -134,36 +137,33 @@ def _quantize(
     run: QuantizeRun, folder: Path, spec: CheckpointSpec, quant: QuantConfig, objective: ObjectiveConfig, world: World
 ) -> Path:
     dtype = torch.bfloat16 if run.bf16 else torch.float32
-    dataset = None if quant.base == quant.draft == "none" else open_data(run, spec)
+    steps, seen = ([], 0) if quant.base == quant.draft == "none" else _steps(run, spec, world)
     loaded = load_checkpoint(
         folder, world, dtype=dtype, base_path=run.base, layers=run.layers, plain=run.plain, spec=spec,
         draft_impl=run.draft_transformer_impl,
     )  # fmt: skip
     run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
     trained = {name: loaded.extra[name] for name in ("objective",) if name in loaded.extra}  # export.py reads its steps
-    if dataset is None:
-        log.info("nothing is quantised: %s is a copy of the checkpoint", run.save)
+    if not steps:
+        log.info("nothing is quantised, so no data are read: %s is a copy of the checkpoint", run.save)
         plain = respec(loaded.spec, iteration=_iteration(run))
         return sharded.save(run.save, plain, loaded.draft, loaded.vocab, world, extra=trained, run_config=run_config)
-    sequence_parallel = run.parallel.sequence_parallel
-    loader, steps = calibration_loader(dataset, world, run.samples, run.micro_batch_size, sequence_parallel)
-    batches = [loader.step(i * loader.global_batch_size) for i in range(steps)]
-    found = calibrate(loaded.base, loaded.draft, OnlineFeatures(loaded.base), batches, objective, quant, world)
+    found = calibrate(loaded.base, loaded.draft, OnlineFeatures(loaded.base), steps, objective, quant, world)
     together(lambda: write_report(found, run.save) if world.rank == 0 else None)  # nothing is complete without it
     saved = sharded.save(
         run.save, respec(loaded.spec, quant=quant, iteration=_iteration(run)), loaded.draft, loaded.vocab, world,
         extra=trained, base_amax=base_amax_state(loaded.base) if quant.base != "none" else None, run_config=run_config,
     )  # fmt: skip
-    seen = min(steps * loader.global_batch_size, len(dataset))  # repeated, where they do not fill all ranks
     log.info("quantised with %s on %d conversations: %s", run.policy, seen, saved)
     return saved
 
 
-def open_data(run: QuantizeRun, spec: CheckpointSpec) -> ConversationDataset:
-    """The tokenised conversations to calibrate on."""
+def _steps(run: QuantizeRun, spec: CheckpointSpec, world: World) -> tuple[list[list[Batch]], int]:
+    """`calibration_steps` of the conversations to calibrate on."""
     folder, known = tokenizer_folder(spec, run.base, run.tokenizer), spec.base.config.vocab_size
     kwargs = run.chat_template_kwargs
-    return open_dataset(run.data, folder, run.seq_length, vocab_size=known, template_kwargs=kwargs)
+    dataset = open_dataset(run.data, folder, run.seq_length, vocab_size=known, template_kwargs=kwargs)
+    return calibration_steps(dataset, world, run.samples, run.micro_batch_size)
 
 
 def _into_its_own_folder(run: QuantizeRun) -> bool:
@@ -176,12 +176,23 @@ def _iteration(run: QuantizeRun) -> int:
     return 0 if latest is None else latest + 1
 
 
+def _check_read(run: QuantizeRun, quant: QuantConfig) -> None:
+    """Raise UserError for flags of the draft's inputs where none are calibrated: nvfp4 quantises weights alone."""
+    given = [f"--{name.replace('_', '-')}" for name in ("ttt_steps", "alignment") if run.objective.sets(name)]
+    if given and quant.draft != "fp8" and quant.base != quant.draft:  # else nothing is quantised
+        raise UserError(
+            f"{', '.join(given)}: no effect, because no input of the draft is calibrated (base {quant.base}, draft "
+            f"{quant.draft}); leave {'it' if len(given) == 1 else 'them'} out"
+        )
+
+
 def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> ObjectiveConfig:
     """The objective for this draft. Raises UserError for everything that can be checked without weights."""
     if spec.quant is not None:
         raise UserError(f"--load {run.load} is quantised already: quantise the checkpoint it was made from")
     check_base_shapes(run, spec.base.config)
     check_draft(spec.draft, quant)
+    _check_read(run, quant)
     objective = presets.objective_for(spec.draft, run.objective)
     check_file(run.data)
     if not _into_its_own_folder(run):

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from megatron_spec.config.base import BaseConfig, MlaConfig, MoeConfig, RopeConfig, RopeType, RouterKind
 from megatron_spec.config.block import BlockAlgorithm, BlockConfig
-from megatron_spec.config.core import Config, UserError, expect, flag_name, group, option, require, suggest
+from megatron_spec.config.core import (
+    LARGEST_SEED,
+    Config,
+    UserError,
+    expect,
+    expect_choice,
+    flag_name,
+    group,
+    option,
+    require,
+    suggest,
+)
 from megatron_spec.config.decoding import DecodeConfig, DecodingType
 from megatron_spec.config.draft import DraftConfig, EagleAlgorithm, EagleConfig, MedusaConfig
 from megatron_spec.config.layers import ENGINE, LOCAL, BaseLayers
@@ -27,6 +38,7 @@ from megatron_spec.config.training import (
 
 __all__ = [
     "ENGINE",
+    "LARGEST_SEED",
     "LOCAL",
     "Alignment",
     "BaseConfig",
@@ -56,6 +68,7 @@ __all__ = [
     "TransformerImpl",
     "UserError",
     "expect",
+    "expect_choice",
     "flag_name",
     "group",
     "option",

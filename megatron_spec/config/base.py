@@ -44,7 +44,7 @@ class RopeConfig(Config):
 
     def check_draft(self) -> None:
         """Raise UserError for what no draft computes: its attention has one set of frequencies for all texts."""
-        require(self.type != "longrope", "rope type longrope in a draft: use default, linear, llama3 or yarn")
+        require(self.type != "longrope", "a draft cannot have rope type longrope: use default, linear, llama3 or yarn")
 
     @property
     def longest_short(self) -> int | None:

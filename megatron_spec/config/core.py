@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 T = TypeVar("T", bound="Config")
+LARGEST_SEED = 2**32 - 1
+"""torch's generator on the CPU uses 32 bits of a seed: a larger one would draw what a smaller one draws."""
 
 
 class UserError(ValueError):
@@ -23,21 +26,29 @@ def option(
     *,
     flag: str | None = None,
     least: int | None = None,
+    most: int | None = None,
     parse: Callable[[str], Any] | None = None,
     once: bool = False,
     hidden: bool = False,
+    unlisted: bool = False,
+    title: str | None = None,
 ) -> Any:
     """A field of a configuration whose flag needs more than its name, type and docstring.
 
     Args:
         metavar: of the value in the help text.
         flag: without the dashes; default: the name of the field.
-        least: smallest allowed number.
+        least, most: smallest and largest allowed number.
         parse: text of the flag -> value; default: the type of the field.
         once: refuse the flag when it is given twice; default: the last one counts.
         hidden: no flag is made.
+        unlisted: `--help` does not show the flag.
+        title: of the group of flags in which `--help` shows it; default: with the others of its class.
     """
-    about = {"metavar": metavar, "flag": flag, "least": least, "parse": parse, "once": once, "hidden": hidden}
+    about = {
+        "metavar": metavar, "flag": flag, "least": least, "most": most, "parse": parse, "once": once, "hidden": hidden,
+        "unlisted": unlisted, "title": title,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata={k: v for k, v in about.items() if v is not None})
 
 
@@ -100,11 +111,16 @@ class Config:
             value = getattr(self, f.name)
             if not _fits(value, hints[f.name]):
                 raise UserError(f"{type(self).__name__}.{f.name}: found {value!r}, expected {_readable(hints[f.name])}")
+            if isinstance(value, float) and not math.isfinite(value):  # a comparison with nan is always false
+                raise UserError(f"{f.name} must be finite, found {value}")
+            if isinstance(value, int) and abs(value) >= 1 << 63:
+                raise UserError(f"{f.name} must fit into 64 bits, found {value}")
             if isinstance(value, list):
                 object.__setattr__(self, f.name, tuple(value))
-            least = f.metadata.get("least")
-            if least is not None and value is not None and value < least:
-                raise UserError(f"--{flag_name(f)} must be at least {least}, found {value}")
+            for bound, low in ("least", True), ("most", False):
+                limit = f.metadata.get(bound)
+                if None not in (limit, value) and (value < limit if low else value > limit):
+                    raise UserError(f"--{flag_name(f)} must be at {bound} {limit}, found {value}")
         self.validate()
 
     def validate(self) -> None:
@@ -185,6 +201,12 @@ def expect(value: Any, kind: type, what: str, hint: str = "") -> None:
     if not isinstance(value, kind):
         found = f"{what}: found a {type(value).__name__}, expected {kind.__name__}"
         raise UserError(f"{found} ({hint})" if hint else found)
+
+
+def expect_choice(value: Any, choices: Any, what: str) -> None:
+    """Raise UserError unless an argument of the library is one of the values of a Literal."""
+    if not _fits(value, choices):
+        raise UserError(f"{what}: found {value!r}, expected {_readable(choices)}")
 
 
 def require(condition: bool, message: str) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_spec.config.core import Config, require
+from megatron_spec.config.core import LARGEST_SEED, Config, option, require
 
 DecodingType = Literal[
     "Eagle3",
@@ -54,7 +53,7 @@ class DecodeConfig(Config):
     """Draw draft tokens from the draft's distribution q and accept with min(1, p/q) (arXiv 2302.01318). Without it the
     draft proposes its most likely token, which is accepted with the base's probability of it; the text is then exactly
     the base's."""
-    seed: int = 0
+    seed: int = option(0, least=0, most=LARGEST_SEED)
     """Seed of sampling."""
     use_dynamic_tree: bool = False
     """EAGLE-2: propose a tree, grown by joint draft probability, instead of a chain (Eagle3, Eagle, MTP, Medusa)."""
@@ -117,7 +116,6 @@ class DecodeConfig(Config):
         ):  # fmt: skip
             value = getattr(self, name)
             require(value is None or value >= least, f"{name} must be at least {least}, found {value}")
-        require(math.isfinite(self.temperature), f"temperature must be finite, found {self.temperature}")
         size = self.max_matching_ngram_size
         longest = self.decoding_type == "SA" and size == -1
         require(size is None or size >= 1 or longest, f"max_matching_ngram_size must be at least 1, found {size}")

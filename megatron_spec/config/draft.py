@@ -93,9 +93,19 @@ class EagleConfig(DecoderDraftConfig):
         return self.reads_captures and len(self.capture_layer_ids) * self.target_hidden_size == self.hidden_size
 
     @property
+    def fc_of_one_capture(self) -> bool:
+        """A single capture, of another width than the draft: some engines then build no `fc`."""
+        return self.reads_captures and len(self.capture_layer_ids) == 1 and not self.fc_of_equal_widths
+
+    @property
     def norm_before_fc_and_fc_norm(self) -> bool:
         """EAGLE-3.1 with both kinds of norms before `fc`, of which some engines apply one."""
         return self.norm_before_fc and self.fc_norm
+
+    @property
+    def partial_rotation(self) -> bool:
+        """Only a part of every head is rotated; latent attention always has such a part."""
+        return self.mla is None and self.rope.partial_rotary_factor != 1.0
 
     @property
     def parallel_drafting(self) -> bool:
@@ -122,7 +132,7 @@ class EagleConfig(DecoderDraftConfig):
         """Options that a Llama decoder layer does not have; only the plain unroll computes them."""
         names = ("qk_norm", "attention_bias", "mlp_bias", "norm_before_residual")
         found = [name for name in names if getattr(self, name)]
-        if self.mla is None and (self.rope.attention_factor != 1.0 or self.rope.partial_rotary_factor != 1.0):
+        if self.partial_rotation or (self.mla is None and self.rope.attention_factor != 1.0):
             found.append("rope")
         if self.sliding_window is not None:
             found.append("sliding_window")
@@ -135,7 +145,7 @@ class EagleConfig(DecoderDraftConfig):
         self.rope.check_draft()
         options = [n for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(self, n)]
         if self.algorithm == "eagle3.1":
-            require(bool(options), "eagle3.1 without norm_before_fc, fc_norm and norm_output is eagle3: ask for that")
+            require(bool(options), "eagle3.1 without norm_before_fc, fc_norm and norm_output is eagle3: use eagle3")
         else:
             allowed = ["norm_output"] if self.is_module else []
             wrong = [n for n in options if n not in allowed]
@@ -150,7 +160,10 @@ class EagleConfig(DecoderDraftConfig):
         if not self.reads_captures:
             self._validate_shared_head()
         if self.mla is not None:
-            require(not self.layer_options, f"{', '.join(self.layer_options)}: not for a draft with latent attention")
+            require(
+                not self.layer_options,
+                f"a draft with latent attention has no {', '.join(self.layer_options)}: leave them out",
+            )
 
     def _validate_mask_token(self) -> None:
         token = self.mask_token_id
@@ -169,8 +182,15 @@ class EagleConfig(DecoderDraftConfig):
             not self.frozen_head or self.reads_captures,
             f"frozen_head is an option of EAGLE-3, found with {self.algorithm}",
         )
-        require(not self.init_attention or self.mla is None, "init_attention: not for a draft with latent attention")
+        require(
+            not self.init_attention or self.mla is None,
+            "init_attention does nothing for a draft with latent attention: leave it out",
+        )
         require(not self.init_attention or self.init_from_base_layer, "init_attention needs init_from_base_layer")
+        require(
+            self.fc_init == "last_capture" or (self.reads_captures and self.hidden_size == self.target_hidden_size),
+            f"fc_init {self.fc_init!r} is for drafts of the base's width that read captures: leave it out",
+        )
         require(
             not self.frozen_head or self.hidden_size == self.target_hidden_size,
             f"frozen_head keeps rows of the base's head: hidden_size must be the base's {self.target_hidden_size}, "
@@ -185,7 +205,9 @@ class EagleConfig(DecoderDraftConfig):
                 f"{self.algorithm} uses the base's own head: {name} must be the base's {expected}, found "
                 f"{getattr(self, name)}",
             )
-        require(not self.capture_layer_ids, f"{self.algorithm} reads the base's final state: no capture_layer_ids")
+        require(
+            not self.capture_layer_ids, f"{self.algorithm} reads the base's final state: leave capture_layer_ids out"
+        )
         for name in ("norm_before_residual", "own_embed_tokens", *(("fc_bias",) if self.is_module else ())):
             require(not getattr(self, name), f"{name}: not for {self.algorithm}")
         require(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -15,13 +16,12 @@ from megatron_spec.config import (
     EagleConfig,
     MedusaConfig,
     ObjectiveConfig,
-    RopeConfig,
     UserError,
     suggest,
 )
 from megatron_spec.config.core import field_names
 from megatron_spec.config.draft import READS_CAPTURES
-from megatron_spec.config.rope import read_rope, rope_scaling_json
+from megatron_spec.config.rope import rope_overrides
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,8 @@ def spread_capture_ids(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
-def _spread_over(num_layers: int) -> tuple[int, ...]:
-    """Five: the default of block drafts."""
-    return spread_capture_ids(num_layers, 5)
-
-
+_spread_over = functools.partial(spread_capture_ids, count=5)
+"""The default of block drafts."""
 _CAPTURES = {"default": default_capture_ids, "late": late_capture_ids, "five": _spread_over}
 """Names for `capture_layer_ids`."""
 _BLOCK_CAPTURES = {"default": _spread_over, "late": late_capture_ids}
@@ -105,29 +102,6 @@ def _first_values(base: BaseConfig, values: dict[str, Any], overrides: dict[str,
     return {"init_from_base_layer": True, "fc_init": "average", "init_attention": not base.qk_norm}
 
 
-def _rope_overrides(base: BaseConfig, overrides: dict[str, Any], where: str) -> dict[str, Any]:
-    for name, kinds in (("rope_theta", (int, float)), ("rope_scaling", (dict, type(None)))):
-        if name in overrides and not isinstance(overrides[name], kinds):
-            expected = "a number" if name == "rope_theta" else "an object or null"
-            raise UserError(f"{where}: {name} is {overrides[name]!r}, expected {expected}")
-    theta = float(overrides.get("rope_theta", base.rope.theta))
-    # yarn, longrope and partial rotation belong to the base's training: a new draft has a default rotary embedding.
-    plain = base.rope.type in ("yarn", "longrope") or base.rope.partial_rotary_factor != 1.0
-    rope = RopeConfig(theta=theta) if plain else base.rope.replace(theta=theta)
-    if "rope_scaling" not in overrides:
-        return rope.to_dict()
-    scaling = dict(overrides["rope_scaling"] or {})
-    known = {*RopeConfig.__dataclass_fields__, "rope_type", "mscale", "mscale_all_dim"} - {"theta"}
-    for key in scaling.keys() - known:
-        raise UserError(f"{where}: rope_scaling has unknown key {key!r}{suggest(key, known)}")
-    kind = scaling.pop("type", None)
-    if scaling or kind:
-        scaling["rope_type"] = scaling.get("rope_type", kind or rope.type)
-    if scaling and scaling["rope_type"] == rope.type:  # missing fields are the base's
-        scaling = {**(rope_scaling_json(rope) or {}), **scaling}
-    return read_rope({"rope_theta": theta, "rope_scaling": scaling}, where).to_dict()
-
-
 def _draft_shape(base: BaseConfig) -> dict[str, int]:
     """Heads and MLP width of a dense Llama-style layer for `base`, whatever the base's own layers are."""
     heads, groups, size, width = (
@@ -153,13 +127,22 @@ def _check_trainable(config: EagleConfig) -> None:
 
 def _check_overrides(overrides: dict[str, Any], cls: type[Config], fixed: dict[str, int], where: str) -> None:
     """Raise UserError for keys that `cls` does not have, and for values that conflict with the base."""
-    known = [*field_names(cls), *cls.SETTLED, *_HUGGING_FACE_NAMES]
+    names = field_names(cls)
+    known = [*names, *cls.SETTLED, *(_HUGGING_FACE_NAMES if "rope" in names else ())]
     for key in overrides:
         if key not in known:
             raise UserError(f"{where}: unknown key {key!r}{suggest(key, known)}; known: {', '.join(known)}")
     for name, expected in fixed.items():
         if overrides.get(name, expected) != expected:
             raise UserError(f"{where}: {name} is {overrides[name]}, but the base has {expected}")
+    if "rope" in overrides and (both := sorted(_HUGGING_FACE_NAMES & overrides.keys())):
+        raise UserError(f"{where}: rope and {', '.join(both)} both set the rotary embedding: give one of them")
+
+
+def _say_positions(overrides: dict[str, Any], base: BaseConfig) -> None:
+    given, longest = overrides.get("max_position_embeddings"), base.max_position_embeddings
+    if isinstance(given, int) and given < longest:
+        log.warning("max_position_embeddings %d is not used: exports have the base's, %d", given, longest)
 
 
 def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[str, Any] | None = None) -> EagleConfig:
@@ -195,9 +178,9 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
         overrides["capture_layer_ids"] = _capture_ids(base, overrides.get("capture_layer_ids", "default"), _CAPTURES)
     if algorithm == "eagle3":
         values.update(_first_values(base, values, overrides))
-    if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):
-        values["rope"] = _rope_overrides(base, overrides, "--eagle-config")
+    values["rope"] = rope_overrides(base, overrides, "--eagle-config")
     values.update({k: v for k, v in overrides.items() if k not in _HUGGING_FACE_NAMES})
+    _say_positions(overrides, base)
     config = EagleConfig.from_dict(values)
     _check_trainable(config)
     for layer in config.capture_layer_ids:
@@ -244,6 +227,7 @@ def own_mtp_config(base: BaseConfig) -> EagleConfig:
 def medusa_config(base: BaseConfig, num_heads: int = 4, num_layers: int = 1, **overrides: Any) -> MedusaConfig:
     """Medusa heads for `base`. Raises UserError for unknown keys and sizes below 1."""
     sizes = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
+    _check_overrides(overrides, MedusaConfig, sizes, "Medusa")
     return MedusaConfig.from_dict({**sizes, "num_heads": num_heads, "num_layers": num_layers, **overrides})
 
 
@@ -276,9 +260,9 @@ def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | N
     overrides["capture_layer_ids"] = _capture_ids(base, captures, _BLOCK_CAPTURES, "--draft-config")
     if algorithm == "dspark":
         values["markov_rank"] = 256 if large else 64
-    if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):
-        values["rope"] = _rope_overrides(base, overrides, "--draft-config")
+    values["rope"] = rope_overrides(base, overrides, "--draft-config")
     values.update({k: v for k, v in overrides.items() if k not in _HUGGING_FACE_NAMES})
+    _say_positions(overrides, base)
     return BlockConfig.from_dict(values)
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 from typing import Any
 
-from megatron_spec.config.base import RopeConfig
+from megatron_spec.config.base import BaseConfig, RopeConfig
 from megatron_spec.config.core import UserError, suggest
 
 log = logging.getLogger(__name__)
@@ -186,3 +186,30 @@ def rope_scaling_json(rope: RopeConfig) -> dict[str, Any] | None:
         if rope.attention_factor == mscale(rope.factor):
             del found["attention_factor"]  # engines derive it from the factor and ignore the key
     return found
+
+
+def rope_overrides(base: BaseConfig, overrides: dict[str, Any], where: str) -> dict[str, Any]:
+    """The rotary embedding of a new draft, as a dictionary: the base's, with `rope_theta` and `rope_scaling`.
+
+    Raises UserError for unknown keys and values of another type. Args: where: the file of the overrides.
+    """
+    for name, kinds in (("rope_theta", (int, float)), ("rope_scaling", (dict, type(None)))):
+        if name in overrides and not isinstance(overrides[name], kinds):
+            expected = "a number" if name == "rope_theta" else "an object or null"
+            raise UserError(f"{where}: {name} is {overrides[name]!r}, expected {expected}")
+    theta = float(overrides.get("rope_theta", base.rope.theta))
+    # yarn, longrope and partial rotation belong to the base's training: a new draft has a default rotary embedding.
+    plain = base.rope.type in ("yarn", "longrope") or base.rope.partial_rotary_factor != 1.0
+    rope = RopeConfig(theta=theta) if plain else base.rope.replace(theta=theta)
+    if "rope_scaling" not in overrides:
+        return rope.to_dict()
+    scaling = dict(overrides["rope_scaling"] or {})
+    known = {*RopeConfig.__dataclass_fields__, "rope_type", "mscale", "mscale_all_dim"} - {"theta"}
+    for key in scaling.keys() - known:
+        raise UserError(f"{where}: rope_scaling has unknown key {key!r}{suggest(key, known)}")
+    kind = scaling.pop("type", None)
+    if scaling or kind:
+        scaling["rope_type"] = scaling.get("rope_type", kind or rope.type)
+    if scaling and scaling["rope_type"] == rope.type:  # missing fields are the base's
+        scaling = {**(rope_scaling_json(rope) or {}), **scaling}
+    return read_rope({"rope_theta": theta, "rope_scaling": scaling}, where).to_dict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_spec.config.core import Config, option, require
+from megatron_spec.config.core import LARGEST_SEED, Config, option, require
 
 LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "lk_hybrid", "hard_ce", "ce_l1"]
 StepWeights = Literal["decay", "d-pace"]
@@ -36,11 +36,11 @@ class ParallelConfig(Config):
     """Layers of the first pipeline stage (default: an equal share)."""
     decoder_last_pipeline_num_layers: int | None = None
     """Layers of the last pipeline stage (default: an equal share)."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, unlisted=True)
     """Refused: interleaved pipeline schedules are not supported."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = option(None, unlisted=True)
     """Refused: interleaved pipeline schedules are not supported."""
-    distributed_timeout_minutes: int = option(30, "N", least=1)
+    distributed_timeout_minutes: int = option(30, "N", least=1, most=525_600)
     """Minutes that ranks wait for one another (for example while one still reads its data) before the run fails."""
 
     def validate(self) -> None:
@@ -91,13 +91,13 @@ class ObjectiveConfig(Config):
     alignment: Alignment = "serving"
     """Which base row supervises a draft step: as engines verify it, as in the EAGLE-3 paper, or the next token."""
     in_vocab_only: bool = True
-    """Exclude from the loss rows whose most likely token under the base (in block drafts, too, whose token of the text,
-    where the loss reads it) is outside the draft vocabulary."""
+    """Exclude rows from the loss if the base's most likely token is outside the draft vocabulary (block drafts whose
+    loss reads the text: also if the token of the text is)."""
     detach: bool = False
     """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
     replay_weight: float = 1.0
-    """Weight of draft steps that predict a token with which the base replaced a rejected draft token (recorded in the
-    data by generate.py --save-rejections); all others have 1."""
+    """Weight of the draft steps whose target replaced a rejected draft token (recorded in the data by generate.py
+    --save-rejections); all others have weight 1."""
     row_keep: float = 0.7
     """P-EAGLE: depth d trains on a share row_keep ** d of the rows, redrawn at every step."""
     row_keep_least: float = 0.2
@@ -218,7 +218,7 @@ class TrainConfig(Config):
     """Number of latest checkpoints to keep."""
     log_interval: int = 1
     """Steps between progress lines; metrics.jsonl has every step."""
-    seed: int = 1234
+    seed: int = option(1234, least=0, most=LARGEST_SEED)
     """Seed of the data order and of the noise in training."""
 
     def validate(self) -> None:

@@ -290,6 +290,12 @@ def _rejected(value: Any, messages: list[dict[str, Any]], where: str) -> Rejecti
     return Rejections(name, turns)
 
 
+def _advice(record: dict[str, Any]) -> str:
+    if "turns" in record:
+        return ": these are prompts; generate.py lets the base answer them"
+    return ": tools/prepare_conversations.py converts other columns, such as instruction and output"
+
+
 def parse_conversation(record: Any, where: str) -> Conversation:
     """A checked conversation from one JSON value. Raises UserError with `where`."""
     if not isinstance(record, dict):
@@ -297,7 +303,8 @@ def parse_conversation(record: Any, where: str) -> Conversation:
     keys = [key for key in ("conversations", "messages") if key in record]
     if len(keys) != 1:
         found = " and ".join(keys) or f"keys {', '.join(record) or 'none'}"
-        raise UserError(f"{where}: found {found}, expected exactly one of conversations, messages")
+        columns = "" if keys else _advice(record)
+        raise UserError(f"{where}: found {found}, expected exactly one of conversations, messages{columns}")
     raw = record[keys[0]]
     if not isinstance(raw, list) or not raw:
         raise BadConversation(f"{where}: {keys[0]} must be a list of at least one message", "no messages")
@@ -356,7 +363,7 @@ def parse_line(raw: bytes, where: str) -> Conversation:
     """The conversation of one line. Raises UserError with `where`, also when there is no assistant turn."""
     conversation = parse_conversation(load_line(raw, where), where)
     if not any(m["role"] == "assistant" for m in conversation.messages):
-        raise UserError(f"{where}: no assistant turn, so nothing to learn from: answer the prompts first")
+        raise UserError(f"{where}: no assistant turn, so nothing to learn from: generate.py answers prompts")
     check_weights(conversation.messages, where)
     return conversation
 

@@ -70,7 +70,7 @@ def numbered_lines(path: Path | str, what: str = "conversation", gaps: bool = Fa
             found += 1
             yield number, line
     if not found:
-        raise UserError(f"{path} holds no {what}")
+        raise UserError(f"{path} contains no {what}s")
 
 
 def load_line(raw: bytes, where: str) -> Any:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_spec.batch import Batch
-from megatron_spec.config import UserError
+from megatron_spec.config import UserError, expect
 from megatron_spec.data.chat import Sample
 from megatron_spec.data.packing import Rows, build_batch, pack
 from megatron_spec.data.tokenise import FAULTS, open_tokens
@@ -82,8 +82,9 @@ class ConversationDataset:
         template_kwargs: Mapping[str, Any] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        if seq_length < 2:
-            raise UserError(f"seq_length must be at least 2, found {seq_length}")
+        expect(seq_length, int, "seq_length")
+        if not 2 <= seq_length < 1 << 31:
+            raise UserError(f"seq_length must be at least 2 and below 2^31, found {seq_length}")
         self.path = Path(path)
         self.seq_length = seq_length
         self.store = open_tokens(self.path, tokenizer, stop_token_ids, cache, workers, template_kwargs)

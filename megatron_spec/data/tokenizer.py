@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path | str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise UserError(f"{folder}: the tokenizer does not load: {error}") from error
+        raise UserError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
 
 
 class BatchTokenizer:

@@ -105,7 +105,7 @@ def check_confidence(config: DecodeConfig, draft: DraftConfig | None) -> None:
 
 def check_lengths(
     config: DecodeConfig, lens: Sequence[int], draft: DraftConfig | None, trained: int | None = None,
-    flag: str = "--max-draft-len",
+    flag: str = "--max-draft-len", positions: int | None = None,
 ) -> None:  # fmt: skip
     """Raise UserError for draft lengths and trees that are impossible.
 
@@ -114,6 +114,7 @@ def check_lengths(
         draft: configuration of the trained draft, if there is one.
         trained: steps it was trained for (--ttt-steps), if known.
         flag: where the lengths were given.
+        positions: of the base, if known.
     """
     deepest = max(lens)
     if isinstance(draft, BlockConfig) and deepest > draft.num_steps:
@@ -121,6 +122,10 @@ def check_lengths(
             f"{flag} {deepest}, but the draft proposes blocks of {draft.num_steps} tokens: give at most "
             f"{draft.num_steps}"
         )
+    if positions is not None and deepest > positions:
+        raise UserError(f"{flag} {deepest}, but the base has {positions} positions: give fewer")
+    if isinstance(draft, EagleConfig) and draft.parallel_drafting and min(lens) < 1:
+        raise UserError(f"{flag} {min(lens)}: a p-eagle draft proposes at least one token")
     if isinstance(draft, EagleConfig) and draft.parallel_drafting and trained is not None and deepest > trained:
         raise UserError(
             f"{flag} {deepest}: this p-eagle draft proposes {trained} tokens at once, as it was trained "

@@ -134,8 +134,9 @@ class DeviceSteps:
         index_N = torch.arange(N, device=tokens_BN.device)
         tree, depth_BN, depth = None, (index_N + 1).expand(batch, -1), N
         if proposal.parents_BN is not None:
-            tree = Tree.of(self._agree(proposal.parents_BN), count)
-            depth_BN, depth = tree.depth_BN, count
+            depth = min(count, N)  # a tree of few nodes may have fewer levels than a chain
+            tree = Tree.of(self._agree(proposal.parents_BN), depth)
+            depth_BN = tree.depth_BN
         valid_BN = depth_BN <= room_B[:, None]
         if proposal.proposed_B is not None:
             valid_BN = valid_BN & (index_N < self._agree(proposal.proposed_B)[:, None])

@@ -132,6 +132,24 @@ class _BaseLayer:
             return _scaled_heads(found, self.base["input_layernorm.weight"], norm)
         return found
 
+    def report(self, table: Mapping[str, TensorSpec]) -> None:
+        """Warn about what was to be copied from the base's last layer and is not. Args: table: of the draft."""
+        wanted = {name: spec for name, spec in table.items() if spec.base not in (None, FINAL_NORM)}
+        if not self.copied or not self.base:
+            return
+        if lacking := [name for name, spec in wanted.items() if spec.linear and spec.base not in self.base]:
+            log.warning(
+                "init_from_base_layer: not copied, because the base's last layer has no such tensor (its MLP has "
+                "experts, or its attention is another kind): %s", ", ".join(lacking),
+            )  # fmt: skip
+        biases = [str(spec.base).replace(".weight", ".bias") for spec in wanted.values()]
+        lost = [name for name in biases if name in self.base and name not in {s.base for s in wanted.values()}]
+        if lost and not self.draft.config.reads_captures:  # EAGLE-3 puts them into the half that reads the embedding
+            log.warning(
+                "init_attention: the draft has no biases, so those of the base's attention are left out (%s): give "
+                '"attention_bias": true, or train long enough to learn without them', ", ".join(lost),
+            )  # fmt: skip
+
     def enter_half(self, value: Tensor, spec: TensorSpec, source: Tensor) -> None:
         """Put a projection of the feature, [R, H], and its bias into one of [embedding ; feature], [R, 2 * H]."""
         value[:, source.shape[-1] :] = source.to(value)
@@ -182,6 +200,7 @@ def initial_values(draft: Any, ends: BaseEnds, base: Mapping[str, Tensor], seed:
         yield name, value
     if unlike:
         log.info("initialised at random, because the base's last layer has other shapes: %s", ", ".join(unlike))
+    last.report(draft_tensors(draft.config))
 
 
 @torch.no_grad()

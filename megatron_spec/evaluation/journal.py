@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_spec.evaluation.report import Answer, Part
+from megatron_spec.generation.parts import parts
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import append_text, drop_half_line, write_text
 
@@ -30,6 +31,7 @@ class Journal:
 
     def __init__(self, output: Path | None, meta: dict[str, Any], runs: int, world: World) -> None:
         """Collective over all ranks. `meta` must contain everything the figures depend on."""
+        self.output, self.first = output, world.dp_rank == 0
         self.path = None if output is None else output.with_name(f"{output.name}.part{world.dp_rank}")
         self.writes = self.path is not None and world.tp_rank == world.pp_rank == 0
         lines = self._read(meta) if self.writes else []
@@ -72,7 +74,8 @@ class Journal:
             append_text(self.path, json.dumps(dataclasses.asdict(part)) + "\n")
 
     def remove(self) -> None:
-        """Delete the journal once the report is written."""
+        """Delete the journals once the report is written, also those of a killed run with more ranks."""
         if self.writes:
-            assert self.path is not None
-            self.path.unlink(missing_ok=True)
+            assert self.output is not None and self.path is not None
+            for path in parts(self.output) if self.first else [self.path]:
+                path.unlink(missing_ok=True)

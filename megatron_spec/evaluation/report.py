@@ -301,14 +301,16 @@ def longest_text(answers: Iterable[Answer]) -> int:
 
 def build_report(
     parts: Sequence[Part], draft_lens: Sequence[int], costs: Sequence[StepCosts | None], config: DecodeConfig,
-    about: dict[str, Any], same_text: bool, memory: Memory,
+    about: dict[str, Any], same_text: bool, memory: Memory, order: Sequence[str],
 ) -> Report:  # fmt: skip
     """Build the report from the parts of all data-parallel ranks.
 
     Args:
+        order: identifiers of the prompts; intervals resample answers by their place, whatever rank gave them.
         same_text: the text with the draft should be the base's own.
     """
-    answers = [a for part in parts for a in part.answers]
+    place = {identifier: i for i, identifier in enumerate(order)}
+    answers = sorted((a for part in parts for a in part.answers), key=lambda a: (place[a.identifier], a.round))
     base = _speed([a.base for a in answers], max(part.seconds[0] for part in parts))
     runs = [
         _run(answers, i, length, max(part.seconds[i + 1] for part in parts), base, costs[i], config.seed, same_text)
@@ -317,7 +319,7 @@ def build_report(
     return Report(
         answers=len(answers),
         truncated=sum(not a.base.stopped for a in answers),
-        skipped=tuple(s for part in parts for s in part.skipped),
+        skipped=tuple(sorted(s for part in parts for s in part.skipped)),
         base=base,
         memory=memory,
         runs=tuple(runs),

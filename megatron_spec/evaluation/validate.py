@@ -79,8 +79,9 @@ def _at_end(items: Iterator[int]) -> bool:
 
 def check_draft_lens(lens: Sequence[int]) -> None:
     """Raise UserError unless the draft lengths are distinct and at least 1."""
-    if min(lens) < 1 or len(set(lens)) < len(lens):
-        raise UserError(f"--max-draft-len: found {list(lens)}, expected distinct numbers of at least 1")
+    given = list(lens) if isinstance(lens, (list, tuple)) else []
+    if not given or min(given) < 1 or len(set(given)) < len(given):
+        raise UserError(f"--max-draft-len: found {given or lens}, expected distinct numbers of at least 1")
 
 
 def validate(
@@ -121,11 +122,11 @@ class _Validation:
         stop_ids: set[int], draft_lens: Sequence[int] | None, output: Path | str | None, about: dict[str, Any],
     ) -> None:  # fmt: skip
         self.base, self.draft, self.encoder, self.stop_ids, self.about = base, draft, encoder, stop_ids, about
-        lens = tuple(draft_lens or (config.max_draft_len,))
+        self.prompts = prompts
+        check_draft_lens(lens := (config.max_draft_len,) if draft_lens is None else draft_lens)
         drafted = draft is not None or config.decoding_type is not None
         if not prompts or not drafted:
             raise UserError("validate: expected prompts and a draft")
-        check_draft_lens(lens)
         check_stop_ids(stop_ids)
         self.config = config.replace(max_draft_len=lens[0])
         self.undrafted = self.config.replace(decoding_type=None)
@@ -140,7 +141,7 @@ class _Validation:
         digest = hashlib.sha256(json.dumps([asked, encoder.template.kwargs]).encode()).hexdigest()
         self.about = {**about, "prompts_digest": digest[:12]}
         meta = {
-            "decode": self.config.to_dict(), "draft_lens": lens, "prompts": digest, "stop_ids": sorted(stop_ids),
+            "decode": self.config.to_dict(), "draft_lens": tuple(lens), "prompts": digest, "stop_ids": sorted(stop_ids),
             "about": about, "dtype": str(base.dtype), "ranks": [world.size, world.dp_size],
         }  # fmt: skip
         self.journal = Journal(self.output, meta, len(lens), world)
@@ -163,7 +164,9 @@ class _Validation:
         costs = self._costs()
         memory = self._memory(longest_text(a for part in parts for a in part.answers))
         lens = [c.max_draft_len for c in self.configs]
-        report = build_report(parts, lens, costs, self.config, self.about, self.same_text, memory)
+        report = build_report(
+            parts, lens, costs, self.config, self.about, self.same_text, memory, [p.identifier for p in self.prompts]
+        )
         if self.output is not None and world.rank == 0:
             write_json(self.output, report.to_dict())
         if world.size > 1:
@@ -252,6 +255,8 @@ class _Validation:
         """Costs of a step of `batch_size` sequences for each draft length, timed by phase. Without a draft there is one
         cost for all lengths."""
         some = list(self._samples(self.config.batch_size))
+        if not some:  # there are fewer questions than data-parallel ranks
+            return [None] * len(self.configs)
         group = max(groups(some), key=len)  # those that decode together
         ids = [some[group[i % len(group)]] for i in range(len(some))]
         undrafted = self._timed(ids, self.undrafted, None, 0)
@@ -281,10 +286,13 @@ class _Validation:
         texts = self.config.batch_size * tokens
         held = [weight_bytes(self.base), weight_bytes(model), *(texts * _bytes_per_token(c) for c in caches)]
         world = self.base.world
-        held_F = torch.tensor(held, dtype=torch.float64, device=world.device)
-        if world.size > 1:
-            dist.all_reduce(held_F)
-        base, draft, base_cache, draft_cache = (round(x / world.dp_size) for x in held_F.tolist())
+        held_2F = torch.tensor([held, [x > 0 for x in held]], dtype=torch.float64, device=world.device)
+        if world.size > 1:  # a rank without questions has no cache of the draft
+            dist.all_reduce(held_2F)
+        ranks, sums, holders = world.size // world.dp_size, *held_2F.tolist()
+        base, draft, base_cache, draft_cache = (
+            round(x / max(n, 1) * ranks) for x, n in zip(sums, holders, strict=True)
+        )  # fmt: skip
         return Memory(base, draft, base_cache, draft_cache, self.config.batch_size, tokens)
 
     def _gather(self, part: Part) -> list[Part]:

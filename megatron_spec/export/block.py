@@ -47,6 +47,8 @@ def unserved(config: BlockConfig, raw: dict[str, Any] | None = None) -> dict[str
     elif window and raw is not None and "sliding_attention" not in (raw.get("layer_types") or ()):
         seen = "it finds the window of a layer in layer_types, which has none (tools/check_export.py --fix writes it)"
         found |= {"sglang": seen, "trtllm": seen}
+    if config.rope.partial_rotary_factor != 1.0:
+        found["sglang"] = "it rotates whole heads: transformers 5 moves partial_rotary_factor where it does not look"
     if config.causal and config.has_markov_head:
         found["trtllm"] = "it does not support causal DSpark drafts"
     if config.markov_head_type != "vanilla":

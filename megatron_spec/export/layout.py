@@ -38,6 +38,7 @@ SERVED_BY: dict[str, tuple[str, ...]] = {
     "qk_norm": ("vllm",), "attention_bias": ("vllm", "trtllm"), "mlp_bias": ("vllm", "trtllm"),
     "fc_bias": ("sglang", "trtllm"), "norm_before_residual": ("vllm",), "sliding_window": ("vllm",),
     "own_embed_tokens": ("vllm",), "parallel_drafting": ("vllm",), "fc_of_equal_widths": ("vllm",),
+    "fc_of_one_capture": ("vllm", "sglang"), "partial_rotation": ("vllm", "trtllm"),
     "norm_before_fc_and_fc_norm": ("vllm", "sglang"),
 }  # fmt: skip
 """Option or property of `EagleConfig` -> engines that compute it; every engine computes what is not listed."""
@@ -161,9 +162,9 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
     """Content of config.json without `quantization_config`. Contains no null."""
     if isinstance(config, BlockConfig):
         return block.config_json(config, base, dtype, _rope_keys(config.rope))
-    eos = list(base.eos_token_ids)
+    eos, qk_norm_eagle3 = list(base.eos_token_ids), config.qk_norm and config.reads_captures
     values: dict[str, Any] = {
-        "architectures": QK_NORM_ARCHITECTURES if config.qk_norm else ARCHITECTURES[config.algorithm],
+        "architectures": QK_NORM_ARCHITECTURES if qk_norm_eagle3 else ARCHITECTURES[config.algorithm],
         "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_size": config.hidden_size,
         **({"target_hidden_size": config.target_hidden_size} if config.own_embedding else {}),

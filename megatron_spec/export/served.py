@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from megatron_spec.config import BaseConfig, BlockConfig, DraftConfig, EagleConfig, UserError
 from megatron_spec.config.rope import mscale
+from megatron_spec.export import bases
 from megatron_spec.export.block import unserved
-from megatron_spec.export.layout import SERVED_BY
+from megatron_spec.export.layout import SERVED_BY, is_default_captures
+from megatron_spec.families import architecture_of
 
 ENGINES = ("trtllm", "vllm", "sglang")
 TESTED_CAPTURES = 3
@@ -22,12 +24,13 @@ def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
         return []
     _check_rope(config)
     options, engines = _options(config), engines_of(config)
-    if not engines:
-        raise UserError(f"{' with '.join(options)}: no engine computes a draft with all of these: leave one out")
+    if not engines and not config.is_module:  # which no engine loads, whatever its options
+        which = "such an EAGLE-1 draft" if config.regresses_state else "a draft with all of these"
+        raise UserError(f"{' with '.join(options)}: no engine computes {which}: leave one out")
     limits = []
-    if options:
+    if options and not config.is_module:
         limits.append(f"{', '.join(options)}: only {' and '.join(engines)} can serve such a draft")
-    limits += _last_layer(config, base)
+    limits += _last_layer(config, base) + _of_base(config, base)
     if config.reads_captures and len(config.capture_layer_ids) != TESTED_CAPTURES:
         limits.append(
             f"this draft has {len(config.capture_layer_ids)} capture_layer_ids, and engines were only tested with "
@@ -47,6 +50,8 @@ def _options(config: DraftConfig) -> list[str]:
 
 def engines_of(config: DraftConfig) -> list[str]:
     """Engines that compute all options of an EAGLE draft."""
+    if config.regresses_state and "qk_norm" in _options(config):  # vLLM has these norms in EAGLE-3 alone
+        return []
     return [e for e in ENGINES if all(e in SERVED_BY[name] for name in _options(config))]
 
 
@@ -65,7 +70,32 @@ def _block(config: BlockConfig, base: BaseConfig) -> list[str]:
     limits = [f"{engine} will not serve this draft as trained: {why}" for engine, why in lost.items()]
     if set(lost) == set(ENGINES):
         limits.append("no engine serves such a draft today: it can only be trained, measured and exported")
-    return limits + _last_layer(config, base)
+    return limits + _last_layer(config, base) + _of_base(config, base)
+
+
+def lost_engines(config: EagleConfig | BlockConfig, base: BaseConfig) -> dict[str, str]:
+    """Engine -> why it does not serve such a draft of this base: the draft's options, or the base."""
+    if isinstance(config, BlockConfig):
+        return {**unserved(config), **_with_base(config, base)}
+    served, options = engines_of(config), ", ".join(_options(config))
+    return {e: f"it does not compute {options}" for e in ENGINES if e not in served} | _with_base(config, base)
+
+
+def _with_base(config: EagleConfig | BlockConfig, base: BaseConfig) -> dict[str, str]:
+    if isinstance(config, BlockConfig):
+        return bases.lost(architecture_of(base), "block")
+    captures = None if is_default_captures(config, base.num_layers) else config.capture_layer_ids
+    return bases.lost(architecture_of(base), "eagle3" if config.reads_captures else "eagle1", captures)
+
+
+def _of_base(config: EagleConfig | BlockConfig, base: BaseConfig) -> list[str]:
+    if isinstance(config, EagleConfig) and config.is_module:
+        return []
+    found = _with_base(config, base)
+    limits = [f"{engine} will not serve this draft with this base: {why}" for engine, why in found.items()]
+    if set(found) == set(ENGINES):
+        limits.append("no engine serves such a draft of this base today: it can only be trained, measured and exported")
+    return limits
 
 
 def _check_rope(config: EagleConfig | BlockConfig) -> None:

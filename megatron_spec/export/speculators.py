@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_spec.config import DraftConfig, UserError
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, copy_side_files
-from megatron_spec.export.formats.eagle import OPTIONS
+from megatron_spec.export.formats.eagle import DEFAULT_CAPTURES, OPTIONS
 from megatron_spec.export.stream import TensorFile, TensorWriter, plan_of
 from megatron_spec.families import read_base_config
 from megatron_spec.runtime.files import read_object, write_json
@@ -26,7 +26,7 @@ VERSION = "0.9.0"
 _LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers",
     "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias", "vocab_size",
-    "bos_token_id", "eos_token_id", "pad_token_id",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sliding_window", "use_sliding_window", "layer_types",
 )  # fmt: skip
 
 
@@ -55,6 +55,11 @@ def config_json(hf: dict[str, Any], base: Path, architectures: list[str], draft_
     layer = {key: hf[key] for key in _LAYER_KEYS if key in hf}
     layer |= {"model_type": hf["model_type"], "tie_word_embeddings": False, "dtype": hf["torch_dtype"]}
     layer["rope_parameters"] = {"rope_theta": hf["rope_theta"], **rope}
+    if "partial_rotary_factor" in hf:
+        layer["rope_parameters"]["partial_rotary_factor"] = hf["partial_rotary_factor"]
+    ids = hf.get("eagle_aux_hidden_state_layer_ids")  # also 'state after k layers' in this format
+    if ids is not None and len(ids) != DEFAULT_CAPTURES:
+        layer["num_aux_hidden_states"] = len(ids)  # of this format vLLM's Llama draft counts no ids
     values = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -73,7 +78,6 @@ def config_json(hf: dict[str, Any], base: Path, architectures: list[str], draft_
         },
         "transformer_layer_config": layer,
     }
-    ids = hf.get("eagle_aux_hidden_state_layer_ids")  # also 'state after k layers' in this format
     return values if ids is None else {**values, "eagle_aux_hidden_state_layer_ids": ids}
 
 

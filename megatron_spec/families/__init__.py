@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_spec.config import BaseConfig, UserError, suggest
-from megatron_spec.families.families import BY_ARCHITECTURE, REFUSED, parse
+from megatron_spec.families.families import BY_ARCHITECTURE, BY_NAME, REFUSED, parse
 from megatron_spec.families.types import check_config
 from megatron_spec.families.written import config_json
 from megatron_spec.runtime.files import model_json
@@ -13,6 +13,7 @@ from megatron_spec.runtime.hub import model_folder
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
+    "architecture_of",
     "config_json",
     "draft_kind",
     "parse_base_config",
@@ -32,6 +33,11 @@ _DRAFTS = (
     ("MTP", "MTP"),
 )
 """Part of the name of a draft's architecture -> kind."""
+
+
+def architecture_of(base: BaseConfig) -> str | None:
+    """`architectures` of the base's config.json; None for a family of unknown name."""
+    return BY_NAME[base.family].architecture if base.family in BY_NAME else None
 
 
 def draft_kind(names: str) -> str | None:

@@ -255,11 +255,11 @@ BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 
 def parse(family: Family, raw: Raw, where: str) -> BaseConfig:
     """BaseConfig from a config.json. Raises UserError naming the field that is missing or not supported."""
-    quantization = raw.get("quantization_config") or {}
+    quantization = raw.get("quantization_config") or raw.get("compression_config") or {}  # earlier compressed-tensors
     method = quantization.get("quant_method", "")
     if method == "fp8":
         fields.fp8_block(quantization, where)
-    elif quantization and method != family.quantized:
+    elif quantization and (not method or method != family.quantized):
         raise UserError(
             f"{where}: the base is already quantised (quantization_config, {method or 'unknown method'}); use the "
             "original in bf16"

@@ -26,7 +26,7 @@ CONFIG: Types = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), (int, list)),
     **dict.fromkeys(("hidden_act", "torch_dtype", "dtype", "scoring_func", "topk_method"), str),
     **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
-    **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), dict),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config", "compression_config"), dict),
 }  # fmt: skip
 """Types of the keys that are read."""
 ROPE: Types = {

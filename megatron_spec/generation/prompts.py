@@ -73,7 +73,7 @@ def iter_prompts(path: Path | str, limit: int | None = None) -> Iterator[Prompt]
         seen[prompt.identifier] = where
         yield prompt
     if not seen:
-        raise UserError(f"{path} holds no prompt")
+        raise UserError(f"{path} contains no prompts")
 
 
 def _records(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:

@@ -230,10 +230,11 @@ async def hold(prompt: Prompt, endpoints: Endpoints, model: str, totals: Totals)
         choice, usage = await endpoints.answer(model, messages, seed, prompt)
         written = getattr(usage, "completion_tokens", 0) or 0
         tokens += written
-        reasons.append(choice.finish_reason)
         messages.append(kept_message(choice, f"round {number}"))
+        called = choice.finish_reason == "stop" and messages[-1].get("tool_calls")  # so say some servers
+        reasons.append("tool_calls" if called else choice.finish_reason)
         totals.unreturned += is_short(messages[-1], written)
-        if choice.finish_reason != "stop":
+        if reasons[-1] != "stop":
             break
     kwargs = {**options.template_kwargs, **prompt.template_kwargs}
     record = {

@@ -106,14 +106,15 @@ def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: float, anch
         shared += experts * getattr(base, "num_experts_per_token", 2) // base.num_experts  # type: ignore[attr-defined]
     found = {"base": base.num_layers * (2.0 * shared + scores) + 2.0 * H * base.vocab_size}
     split, replicated = draft_parameters(draft)
+    shared_head = 2 / 3 * base.vocab_size * H  # the base's, frozen: without a weight gradient
     if isinstance(draft, MedusaConfig):
-        head = draft.num_heads * draft.vocab_size * H if draft.share_base_head else 0
+        head = draft.num_heads * shared_head if draft.share_base_head else 0
         found["draft"] = 3 * 2.0 * (split + replicated + head)
         return found
     if isinstance(draft, BlockConfig):
         found["draft"] = block_flops(draft, S, anchors)
         return found
-    head = 0 if draft.own_head else base.vocab_size * H
+    head = 0 if draft.own_head else shared_head
     once = replicated if draft.reads_captures else 0  # `fc` reads captures once; other projections run at every step
     idle = 3 * H * (mlp_width(draft, every_expert=True) - mlp_width(draft))  # experts that a token does not use
     draft_scores = draft.num_hidden_layers * 4 * attention_width(draft) * S / 2

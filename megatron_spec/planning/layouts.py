@@ -55,6 +55,7 @@ ROWS: dict[str, Row] = {
     "quantize": Row(
         "quantize.py",
         {
+            "SP": "the draft computes more rows under it, so ranges would differ: leave it out",
             "CP": "calibration needs the full sequence; the quantised checkpoint trains under any layout",
             "EP": _WHOLE_EXPERTS,
         },
@@ -92,8 +93,9 @@ def check(row: str, parallel: ParallelConfig, experts: int | None = None) -> Non
         experts: number of experts of the base, if known; 0 for a dense one.
     """
     entry = ROWS[row]
-    if parallel.num_layers_per_virtual_pipeline_stage or parallel.num_virtual_stages_per_pipeline_rank:
-        raise UserError(f"--num-layers-per-virtual-pipeline-stage: {INTERLEAVED}")
+    for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
+        if getattr(parallel, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')}: {INTERLEAVED}")
     for axis, wanted in _wanted(parallel).items():
         if wanted and axis in entry.refused:
             raise UserError(f"{AXES[axis]} does not work with {entry.title}: {entry.refused[axis]}")

@@ -278,7 +278,7 @@ class Paths:
 
     def lines(self, names: Iterable[str] = PATHS) -> list[str]:
         """One line per path, for the log."""
-        return [f"{name:<16} {'off: ' + self.blocked[name] if name in self.blocked else 'on'}" for name in names]
+        return [f"{name:<17} {'off: ' + self.blocked[name] if name in self.blocked else 'on'}" for name in names]
 
 
 NO_PATHS = Paths()

@@ -7,6 +7,7 @@ A range is the maximum over all ranks with a shard or a replica of the tensor, i
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -58,7 +59,7 @@ def calibrate(
     Args:
         base: the frozen base; may be None when quant.base is 'none'.
         source: source of the base's features; must run `base` when quant.base is 'fp8'.
-        batches: per calibration step, the micro-batches passed to `source`.
+        batches: per calibration step, the micro-batches passed to `source`; those without a document are not observed.
         objective: its ttt_steps sets how often the draft reads its own output.
         ends: embedding and LM head, when `base` is None.
 
@@ -91,14 +92,26 @@ def _progress(batches: Sequence[list[Batch]], what: str, world: World) -> Iterab
     return tqdm(batches, f"calibrating the {what}", unit="step", disable=quiet, mininterval=1.0)
 
 
+def _has_documents(batch: Batch) -> bool:
+    return bool(((batch.host or batch).documents_BS >= 0).any())
+
+
 def _calibrate_base(
     base: nn.Module, source: Source, batches: Sequence[list[Batch]], quant: QuantConfig, world: World
 ) -> None:
     inputs = [q for q in quantizers(base).values() if q.mode is not Mode.DISABLED]
     for quantizer in inputs:
         quantizer.start_calibration(with_histogram=True)
+
+    def choose(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Observe only micro-batches with documents."""
+        for quantizer in inputs:
+            quantizer.observing = _has_documents(args[0])
+
+    hook = base.register_forward_pre_hook(choose)
     for step in _progress(batches, "base", world):
         source.features(step)
+    hook.remove()
     choose_ranges(inputs, [world.dp, world.tp], quant)
     for quantizer in inputs:
         quantizer.enable()
@@ -129,7 +142,8 @@ def _calibrate_draft(
     if inputs:  # nvfp4 rounds only weights
         for step in _progress(batches, "draft", world):
             for features in source.features(step):
-                draft(features, ends, objective)
+                if _has_documents(features.batch):
+                    draft(features, ends, objective)
         choose_ranges(inputs, groups, quant)  # fused linears read the same input, so their ranges are already equal
         _share_scales(linears, "input_quantizer")
     for quantizer in inputs:
@@ -179,4 +193,5 @@ def _report(base: Any, draft: Draft, world: World) -> list[LayerReport]:
         mine = lines_of("base", dict(base.linears()), quantizers(base))
     stages: list[Any] = [None] * world.pp_size
     dist.all_gather_object(stages, mine, group=world.pp)
-    return [line for stage in stages for line in stage] + lines_of("draft", quantised_linears(draft), {})
+    lines = sorted(itertools.chain.from_iterable(stages), key=lambda line: line.amax_weight is None)  # as of one stage
+    return lines + lines_of("draft", quantised_linears(draft), {})

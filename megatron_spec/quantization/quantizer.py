@@ -61,6 +61,8 @@ class TensorQuantizer(nn.Module):
     """|x - q(x)| / |x|, set by calibration."""
     clipped_share: float = 0.0
     """Share of the values outside the range in calibration."""
+    observing: bool = True
+    """False: calibration passes over what comes next."""
     histogram: Tensor | None = None
     """Magnitudes observed in calibration (see `histogram.py`); None otherwise, or if not requested."""
 
@@ -162,7 +164,8 @@ class TensorQuantizer(nn.Module):
         if self.mode is Mode.DISABLED:
             return x
         if self.mode is Mode.CALIBRATING:
-            self.observe(x)
+            if self.observing:
+                self.observe(x)
             return x
         if not self._checked:
             self.check()

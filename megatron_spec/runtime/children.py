@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.managers import BaseManager
 from typing import Any
+
+STOP = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask a run to save and end. Schedulers and `timeout` send them to all of its processes."""
 
 
 def end_with_parent() -> None:
@@ -42,13 +47,26 @@ class _Initializer:
 
 
 @contextmanager
+def _blocked_in_children() -> Iterator[None]:
+    """Inside, `STOP` is blocked, and stays so in processes started here; this one gets its signals afterwards."""
+    resource_tracker.ensure_running()  # when it starts, it unblocks SIGTERM
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def managers_end_with_parent() -> Iterator[None]:
-    """Inside, `multiprocessing` managers end with their parent: megatron-core keeps one for its writers' results."""
+    """Inside, `multiprocessing` managers end with their parent, and only then: megatron-core keeps one for its writers'
+    results, without which a run that a signal stops could not save."""
     start = BaseManager.start
 
     def watched(self: Any, initializer: Callable[..., object] | None = None, initargs: Any = ()) -> None:
         """BaseManager.start with `end_with_parent` in the new process."""
-        start(self, _Initializer(initializer, initargs))
+        with _blocked_in_children():
+            start(self, _Initializer(initializer, initargs))
 
     BaseManager.start = watched  # type: ignore[method-assign]
     try:

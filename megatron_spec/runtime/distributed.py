@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.config import ParallelConfig, UserError, expect
 from megatron_spec.runtime import failure, lock, platform
 from megatron_spec.runtime.context import ContextShard
 
@@ -144,6 +144,7 @@ def initialize(
     Raises UserError when the world size does not fit the parallel sizes, or the ranks' settings differ.
     """
     parallel = parallel or ParallelConfig()
+    expect(parallel, ParallelConfig, "parallel")
     if settings is None:
         parallel.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
     platform.activate()
@@ -265,10 +266,16 @@ def together(action: Callable[[], T]) -> T:
 
 @contextmanager
 def sole_run(output: Path | str, world: World, file: bool = False) -> Iterator[None]:
-    """Inside, this run owns an output folder, or file. Collective; raises UserError naming the run that owns it."""
+    """Inside, this run owns an output folder, or file. Collective; raises UserError naming the run that owns it.
+
+    Ranks leave together: a launcher ends the others as soon as one exits with an error, such as the code of a run that
+    a signal stopped, while rank 0 may still be closing its files.
+    """
     with ExitStack() as stack:
         together(lambda: stack.enter_context(lock.exclusive(output, file)) if world.rank == 0 else None)
         yield
+    if world.size > 1:
+        dist.barrier()
 
 
 def shutdown() -> None:

@@ -103,7 +103,7 @@ def write_error(
         name = getattr(cause, "filename", None)
         where = final_path(os.fsdecode(name)) if isinstance(name, (str, bytes)) else path
         if number in _REFUSED or (number == errno.ENOENT and where.is_relative_to(path.parent)):
-            return UserError(f"{where} cannot be written ({os.strerror(number)}): {hint or 'choose a place that can'}")
+            return UserError(f"{where} cannot be written ({os.strerror(number)}): {hint or 'choose a writable folder'}")
     return None
 
 
@@ -244,7 +244,7 @@ def read_text(path: Path | str, kind: str = "text") -> str:
     path = Path(path)
     require_small(path, kind)
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors on Windows begin files with a byte order mark
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except OSError as e:
@@ -265,7 +265,7 @@ def read_json(path: Path | str) -> Any:
     try:
         return json.loads(text)
     except ValueError as e:  # malformed, or a number of more digits than Python reads
-        raise UserError(f"{path} is not valid JSON ({e}): it may be truncated; copy it again") from None
+        raise UserError(f"{path} is not valid JSON ({e}): correct it, or copy it again if it is truncated") from None
     except RecursionError:
         raise UserError(f"{path} is not valid JSON: it is nested too deeply") from None
 

@@ -83,6 +83,10 @@ class Speculation:
         size = self.max_matching_ngram_size
         if size is not None and size < 1 and not (self.method == "sa" and size == -1):
             raise UserError(f"--max-matching-ngram-size must be at least 1 (or -1, the longest, of SA), found {size}")
+        if self.relaxed is not None and (self.relaxed[0] < 1 or self.relaxed[1] < 0):
+            raise UserError(
+                f"--relaxed-topk {self.relaxed[0]} --relaxed-delta {self.relaxed[1]}: expected at least 1 and 0"
+            )
         if self.method in _SECOND_MODEL and not self.model:
             raise UserError(f"{NAMES[self.method]} drafts with a second, smaller model: give --draft-model")
         if self.global_pool_size is not None and not self.enable_global_pool:

@@ -26,11 +26,12 @@ Messages = Sequence[Any]
 
 QUANTILES = (50, 90, 99)
 _COUNTERS = {
-    "drafts": ("vllm:spec_decode_num_drafts", "sglang:spec_verify_ct"),
-    "draft_tokens": ("vllm:spec_decode_num_draft_tokens",),
-    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "sglang:spec_accepted_tokens"),
+    "drafts": "vllm:spec_decode_num_drafts",
+    "draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
 }
-"""Our name -> counters of engines (with or without the suffix '_total')."""
+"""Our name -> vLLM's counter (without the suffix '_total')."""
+_SGLANG = ("sglang:spec_verify_calls", "sglang:generation_tokens", "sglang:num_requests")
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
@@ -109,11 +110,11 @@ def read_counters(url: str) -> dict[str, float]:
 def acceptance(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
     """Acceptance between two readings; {} if nothing was drafted or the server has no counters."""
     change = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    found: dict[str, Any] = {}
-    for ours, names in _COUNTERS.items():
-        known = [change[n] for n in names if n in change]
-        if known:
-            found[ours] = int(known[0])
+    found: dict[str, Any] = {ours: int(change[name]) for ours, name in _COUNTERS.items() if name in change}
+    if all(name in change for name in _SGLANG):
+        drafts, tokens, requests = (int(change[name]) for name in _SGLANG)
+        # Of an answer's tokens the prompt's forward gives one, and every verification one beside those it accepts.
+        found = {"drafts": drafts, "accepted_tokens": max(tokens - requests - drafts, 0)}
     if not found.get("drafts") or "accepted_tokens" not in found:
         return {}
     found["acceptance_length"] = round(1 + found["accepted_tokens"] / found["drafts"], 4)

@@ -23,7 +23,7 @@ def sglang_command(
     plan.require_plain("SGLang")
     command = ["python3", "-m", "sglang.launch_server", "--enable-metrics", "--model-path", base, "--port", str(port)]
     command += ["--host", host] if host else []
-    command += ["--tp", str(tp_size)] if tp_size > 1 else []
+    command += ["--tp-size", str(tp_size)] if tp_size > 1 else []
     command += ["--speculative-algorithm", _ALGORITHMS[plan.method]]
     if plan.model is not None:
         command += ["--speculative-draft-model-path", plan.model]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from types import FrameType
@@ -17,13 +17,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_spec.batch import Batch
 from megatron_spec.config import TrainConfig
 from megatron_spec.data.loader import BatchLoader
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.runtime.platform import to_device
 from megatron_spec.training.metrics import name_metrics
-from megatron_spec.training.step import StepResult, Trainer
+from megatron_spec.training.step import NonFiniteLossError, StepResult, Trainer
 from megatron_spec.training.tracking import Progress, Rate, Tracker
 
 log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ def train(
     first, left, size = position.consumed_samples, last - position.iteration, train.global_batch_size
     if left <= 0 and trainer.world.rank == 0:
         beyond = f", beyond the {train.train_iters} of --train-iters" if left < 0 else ""
-        log.warning("nothing is trained: this run has done %d steps%s", position.done, beyond)
+        log.warning("nothing is left to train: this run has done %d steps%s", position.done, beyond)
     steps = (loader.step(first + i * size) for i in range(left))
     with (
         StopSignal() as stop,
@@ -147,8 +148,12 @@ def train(
             torch.manual_seed(train.seed * 1_000_003 + position.done)
             trainer.iteration = position.done
             batches, features, count = ahead.step()
-            describe = f"iteration {position.iteration + 1}, samples {[b.sample_ids for b in batches]}"
-            result = trainer.step(features, describe, count, ahead.prepare)
+            describe = f"iteration {position.iteration + 1}, samples {_numbers(batches)}"
+            try:
+                result = trainer.step(features, describe, count, ahead.prepare)
+            except NonFiniteLossError:  # all ranks raise it: what is being saved is the last good state
+                saver.wait()
+                raise
             position.iteration += 1
             position.consumed_samples += train.global_batch_size
             tokens = sum(b.num_tokens for b in batches) * trainer.world.dp_size
@@ -167,6 +172,11 @@ def train(
                 log.warning("stopped by a signal at iteration %d: start again to continue", position.iteration)
                 return False
     return True
+
+
+def _numbers(batches: Sequence[Batch]) -> str:
+    """Numbers of the samples in the rows of some micro-batches, as read from the data: '3, 7+8' (packed)."""
+    return ", ".join("+".join(map(str, row)) for batch in batches for row in batch.sample_ids or ())
 
 
 def _report(

@@ -30,14 +30,16 @@ def pack(losses: DraftLosses) -> Tensor:
     return torch.stack([x.detach().double() for x in found])
 
 
-def warn_uncounted(rows: float, counted: float, describe: str) -> None:
-    """Warn when the draft vocabulary leaves less than half of the supervised rows in the loss."""
-    if counted < rows / 2:
-        log.warning(
-            "%.1f %% of %d supervised rows count at %s: in the others the base's choice is not in the draft vocabulary "
-            "(was it made for this base and data? tools/calibrate_draft_vocab.py measures it)", 100 * counted / rows,
-            rows, describe,
-        )  # fmt: skip
+def warn_uncounted(rows: float, counted: float, describe: str) -> bool:
+    """Whether the draft vocabulary leaves less than half of the supervised rows in the loss, which is a warning."""
+    if counted >= rows / 2:
+        return False
+    log.warning(
+        "only %.1f %% of %d supervised rows count in the loss at %s: in the others the base's choice is not in the "
+        "draft vocabulary. Was it made for this base and data? tools/calibrate_draft_vocab.py --load measures it; "
+        "counted_share in metrics.jsonl has the share of every step", 100 * counted / rows, rows, describe,
+    )  # fmt: skip
+    return True
 
 
 def reduce_sums(sums: Tensor, group: dist.ProcessGroup) -> Tensor:

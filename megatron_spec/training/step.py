@@ -57,6 +57,8 @@ class Trainer:
     objective: ObjectiveConfig
     iteration: int = 0
     """Steps that this run has done: a part of the objective may change with it."""
+    warned: bool = False
+    """The warning about rows that the draft vocabulary leaves out was given: it would be the same at every step."""
 
     def backward(self, features: Iterable[Features], count: int | None = None) -> tuple[Tensor, Tensor]:
         """Accumulate gradients over micro-batches; reduce sums and gradients.
@@ -120,7 +122,7 @@ class Trainer:
             if not math.isfinite(number):  # clipping by such a norm would make every parameter NaN
                 raise NonFiniteLossError(f"the {what} is {number} at {describe}: nothing was updated")
         if rows:
-            warn_uncounted(rows, float(sums[4, 0]), describe)
+            self.warned = self.warned or warn_uncounted(rows, float(sums[4, 0]), describe)
             self._update(norm, rows)
         else:
             log.warning("no token is supervised at %s: this step changes nothing", describe)

@@ -122,7 +122,7 @@ class Progress:
         accuracy = " ".join(f"{100 * a:.0f}" for a in metrics["accuracy_per_step"])
         return (
             f"step {metrics['iteration']}/{self.total}  loss {metrics['loss']:.4f}  accuracy % [{accuracy}]  "
-            f"predicted AL {metrics['predicted_acceptance_length']:.2f}  lr {metrics['lr']:.2e}  "
+            f"predicted acceptance length {metrics['predicted_acceptance_length']:.2f}  lr {metrics['lr']:.2e}  "
             f"grad {metrics['grad_norm']:.2f}  {metrics['tokens_per_second']:.0f} tok/s  "
             f"left {int(left // 60)}:{int(left % 60):02d}"
         )

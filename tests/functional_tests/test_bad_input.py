@@ -209,8 +209,8 @@ def test_quantising_twice_is_refused(place: Path, tmp_path: Path) -> None:
         ("quantize", ("--load", "d", "--save", "o", "--calib-samples", -5), "must be at least 1, found -5"),
         ("quantize", ("--load", "d", "--save", "o", "--loss", "kl"), "unknown argument --loss"),
         ("finetune", ("--load", "d", "--save", "o", "--train-iters", 1, "--save-interval", -1), "save_interval"),
-        ("finetune", ("--load", "d", "--save", "o"), "neither of --train-iters and --train-epochs"),
-        ("finetune", ("--load", "d", "--save", "o", "--train-iters", 1, "--train-epochs", 1), "both of --train-iters"),
+        ("finetune", ("--load", "d", "--save", "o"), "give one of --train-iters and --train-epochs: found neither"),
+        ("finetune", ("--load", "d", "--save", "o", "--train-iters", 1, "--train-epochs", 1), "epochs: found both"),
     ],
 )
 def test_invalid_numbers_and_flags_are_refused(script: str, flags: tuple[object, ...], expected: str) -> None:

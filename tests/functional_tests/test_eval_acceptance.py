@@ -132,11 +132,12 @@ def in_parallel(here: str, layout: dict[str, int]) -> None:
     train(Path(here), f"run-{next(iter(layout))}", 5, parallel=ParallelConfig(**layout))
 
 
-@pytest.mark.parametrize("layout", [{"pipeline_model_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 1}], ids=str)
 def test_measurements_are_equal_on_several_ranks(here: Path, layout: dict[str, int]) -> None:
     run_world(2, in_parallel, str(here), layout)
     found = read(here, f"run-{next(iter(layout))}")
-    assert [x["acceptance_per_position"] for x in found] == [x["acceptance_per_position"] for x in read(here, "run")]
+    for name in ("acceptance_per_position", "ci95"):
+        assert [x[name] for x in found] == [x[name] for x in read(here, "run")]
 
 
 def test_a_signal_ends_an_evaluation_at_once_and_after_the_save(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,12 @@ SCENARIOS: dict[str, Scenario] = {
     "finetune dspark": (finetune, lambda h: h.train("dspark")),
     "finetune offline": (finetune, lambda h: h.train("eagle3", offline_data=h.features)),
     "quantize": (quantize, lambda h: runs.QuantizeRun(h.drafts["eagle3"], h.new(), h.data, samples=2, seq_length=64)),
+    **{
+        f"quantize {policy}": (quantize, lambda h, policy=policy: runs.QuantizeRun(
+            h.drafts["eagle3"], h.new(), h.data, samples=2, seq_length=64, policy=policy,
+        ))
+        for policy in ("fp8_base_only", "nvfp4_draft_only")
+    },
     "export eagle3": (export, lambda h: runs.ExportRun(h.drafts["eagle3"], h.new(), extra_modules=True)),
     "export medusa": (export, lambda h: runs.ExportRun(h.drafts["medusa"], h.new(), extra_modules=True)),
     "export base": (export, lambda h: runs.ExportRun(h.drafts["eagle3"], h.new(), with_base=True)),

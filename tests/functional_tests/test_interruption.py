@@ -130,10 +130,10 @@ def resolved(root: Path, data: str = "train.jsonl", seq_length: int = 64, save: 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"seq_length": 32}, "--seq-length is 32, but the run in --save .* was made with 64"),
+        ({"seq_length": 32}, "--seq-length is 32, but the run in --save .* began with 64"),
         ({"global_batch_size": 4}, "--global-batch-size is 4, .* with 2"),
         ({"seed": 5}, "--seed is 5, .* with 1234"),
-        ({"data": "other.jsonl"}, "--data holds other content"),
+        ({"data": "other.jsonl"}, "--data has other content"),
     ],
 )
 def test_another_run_cannot_resume_it(root: Path, changes: dict[str, Any], expected: str) -> None:
@@ -151,7 +151,7 @@ def test_another_template_cannot_resume_it(root: Path) -> None:
     before = template_hash(str(root / "base"))
     assert template_hash(str(root / "moved words")) == before != template_hash(str(root / "words"))
     assert again(root, tokenizer=str(root / "moved words"))[1]
-    with pytest.raises(UserError, match=f"--tokenizer holds other content .* made with {before}"):
+    with pytest.raises(UserError, match=f"--tokenizer has other content .* began with {before}"):
         again(root, tokenizer=str(root / "words"))
 
 

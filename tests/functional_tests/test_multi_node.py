@@ -192,6 +192,17 @@ def test_scripts_run_from_any_folder_through_the_container(script: str, tmp_path
         assert parsed.part == (3, 4)
 
 
+def test_variables_that_are_not_read_are_named(tmp_path: Path) -> None:
+    both = submit("finetune", tmp_path, "--train-iters", "9", FEATURES="/f", CONTAINER="", MOUNTS="/a:/a")
+    assert both.returncode == 0 and "DATA=train.jsonl is not read" in both.stderr, both.stderr
+    assert "MOUNTS=/a:/a is not used" in both.stderr
+    assert "--offline-data\n/f\n" in (tmp_path / "record").read_text()
+    neither = submit("finetune", tmp_path, "--train-iters", "9", DATA="")
+    assert neither.returncode != 0 and "DATA: conversations, or FEATURES" in neither.stderr
+    made_up = submit("generate", tmp_path, "--synthesize", "9", DATA="")
+    assert made_up.returncode == 0 and "--data" not in (tmp_path / "record").read_text().split()
+
+
 def test_single_tasks_of_an_array_can_be_repeated(tmp_path: Path) -> None:
     """--array 3,7 of sixteen: the number of parts is not that of the tasks."""
     again = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MAX": "7", "FEATURES": "/f"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_spec.commands.runs import ConvertRun
 from megatron_spec.config import (
     BaseConfig,
     BlockConfig,
@@ -33,11 +34,26 @@ BASE = llama(num_layers=12, rope=LLAMA3)
     [
         ("save_interval", -1), ("clip_grad", -1.0), ("lr_warmup_iters", -1), ("weight_decay", -0.1), ("min_lr", -1e-5),
         ("lr", 0.0), ("adam_eps", 0.0), ("adam_beta1", 1.0), ("adam_beta2", -0.1), ("train_iters", -1),
+        ("lr", float("inf")), ("weight_decay", float("inf")), ("clip_grad", float("nan")),
     ],
 )  # fmt: skip
 def test_training_values_out_of_range(field: str, value: float) -> None:
     with pytest.raises(UserError, match=field):
         TrainConfig(**{"train_iters": 1, field: value})
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, DecodeConfig, lambda **given: ConvertRun("b", "s", **given)])
+def test_seeds_that_would_draw_the_numbers_of_another(kind: Any) -> None:
+    assert kind(seed=2**32 - 1).seed == 2**32 - 1
+    with pytest.raises(UserError, match="--seed must be at most 4294967295, found 4294967296"):
+        kind(seed=2**32)
+    with pytest.raises(UserError, match="--seed must be at least 0, found -1"):
+        kind(seed=-1)
+
+
+def test_the_longest_wait_of_ranks() -> None:
+    with pytest.raises(UserError, match="--distributed-timeout-minutes must be at most 525600"):
+        ParallelConfig(distributed_timeout_minutes=10**12)
 
 
 def test_minimum_learning_rate_must_not_exceed_the_learning_rate() -> None:
@@ -54,6 +70,7 @@ def test_minimum_learning_rate_must_not_exceed_the_learning_rate() -> None:
         ("batch_size", 0),
         ("temperature", -1.0),
         ("temperature", float("inf")),
+        ("sa_threshold", 1 << 63),
         ("max_new_tokens", 0),
         ("max_draft_len", -1),
     ],
@@ -134,6 +151,18 @@ def test_sizes_that_make_no_layer_are_refused(name: str, value: float) -> None:
             make()
 
 
+def test_overrides_that_would_not_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UserError, match="rope and rope_scaling, rope_theta both set the rotary embedding"):
+        presets.eagle_config(BASE, overrides={"rope": {"theta": 5.0}, "rope_theta": 7.0, "rope_scaling": None})
+    for algorithm in ("eagle1", "eagle-mtp"):
+        with pytest.raises(UserError, match="fc_init 'average' is for drafts of the base's width that read captures"):
+            presets.eagle_config(BASE, algorithm, {"fc_init": "average"})
+    with pytest.raises(UserError, match="Medusa: hidden_size is 3, but the base has 32"):
+        presets.medusa_config(BASE, hidden_size=3)
+    presets.block_config(BASE, "dflash", {"mask_token_id": 1, "max_position_embeddings": 64})
+    assert "max_position_embeddings 64 is not used: exports have the base's, 256" in caplog.text
+
+
 def test_captures_by_name() -> None:
     assert eagle().capture_layer_ids == eagle(capture_layer_ids="default").capture_layer_ids == (1, 5, 8)
     assert eagle(capture_layer_ids="late").capture_layer_ids == (5, 8, 10)
@@ -196,9 +225,9 @@ LONGROPE = {
 
 def test_draft_has_one_set_of_rope_frequencies() -> None:
     """longrope has two sets; a draft for such a base uses default frequencies, and one with longrope is refused."""
-    with pytest.raises(UserError, match="rope type longrope in a draft: use default"):
+    with pytest.raises(UserError, match="a draft cannot have rope type longrope: use default"):
         eagle(rope_scaling=LONGROPE)
-    with pytest.raises(UserError, match="rope type longrope in a draft: use default"):
+    with pytest.raises(UserError, match="a draft cannot have rope type longrope: use default"):
         presets.block_config(BASE, "dflash", {"mask_token_id": 1, "rope_scaling": LONGROPE})
     short, long = LONGROPE["short_factor"], LONGROPE["long_factor"]
     rope = RopeConfig(type="longrope", short_factor=tuple(short), long_factor=tuple(long))  # type: ignore[arg-type]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -31,3 +33,19 @@ def timeouts() -> set[timedelta]:
 
 def test_every_group_waits_as_long_as_asked() -> None:
     assert run_world(2, timeouts) == [{timedelta(minutes=77)}] * 2
+
+
+def left_early(folder: str) -> None:
+    """Rank 1 has nothing to do in a run that rank 0 has not finished."""
+    world, store = distributed.initialize(), dist.distributed_c10d._get_default_store()
+    with distributed.sole_run(folder, world):
+        dist.barrier()
+        if world.rank == 0:
+            with pytest.raises(dist.DistStoreError):
+                store.wait(["left"], timedelta(seconds=1))
+    if world.rank == 1:
+        store.set("left", "")
+
+
+def test_no_rank_leaves_a_run_before_the_others(tmp_path: Path) -> None:
+    run_world(2, left_early, str(tmp_path / "run"))

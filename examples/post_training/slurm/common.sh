@@ -16,6 +16,7 @@ GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}
 scripts=$REPO/examples/post_training
 export REPO PYTHON PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false
 container=()
+[ -n "${CONTAINER:-}" ] || [ -z "${MOUNTS:-}" ] || echo "MOUNTS=$MOUNTS is not used: there is no CONTAINER" >&2
 [ -z "${CONTAINER:-}" ] || container=(--container-image "$CONTAINER" --container-mounts "${MOUNTS:-$REPO:$REPO}")
 
 on_nodes() { # command... : once on every node of the job; srun passes the whole environment on

@@ -14,6 +14,8 @@ from megatron_spec.config import BaseLayers, Config, ParallelConfig, Transformer
 from megatron_spec.runtime.files import sha256_of
 
 R = TypeVar("R")
+SHARED = "Base, tokenizer and arithmetic"
+"""Title of the flags that most scripts have."""
 
 
 def takes(cls: type[Config]) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
@@ -67,7 +69,7 @@ class ScriptRun(Config):
 class ModelRun(ScriptRun):
     """Fields of a command that runs base or draft."""
 
-    plain: bool = False
+    plain: bool = option(False, title=SHARED)
     """Turn off all fast paths (docs/performance.md): run plain code everywhere, for comparison."""
 
 
@@ -91,7 +93,7 @@ class Parallel(Config):
 class Precision(Config):
     """Fields of a command that loads weights."""
 
-    bf16: bool = False
+    bf16: bool = option(False, title=SHARED)
     """Hold weights in bfloat16 instead of float32."""
 
 
@@ -99,7 +101,7 @@ class Precision(Config):
 class DraftModules(Config):
     """Fields of a command that computes with a draft."""
 
-    draft_transformer_impl: TransformerImpl = "local"
+    draft_transformer_impl: TransformerImpl = option("local", title=SHARED)
     """Modules of the draft's linears and norms: this package's, or Transformer Engine's, which are slower but run on
     every GPU it supports; checkpoints are the same (docs/transformer_engine.md#drafts)."""
 
@@ -108,7 +110,7 @@ class DraftModules(Config):
 class MovedBase(Config):
     """Fields of a command that reads a draft checkpoint."""
 
-    base: str | None = option(None, "DIR")
+    base: str | None = option(None, "DIR", title=SHARED)
     """Path of the base, if it has moved since convert_model.py."""
 
 
@@ -116,8 +118,8 @@ class MovedBase(Config):
 class ChatText(Config):
     """Fields of a command that tokenises conversations or prompts."""
 
-    tokenizer: str | None = option(None, "DIR")
+    tokenizer: str | None = option(None, "DIR", title=SHARED)
     """Tokenizer folder (default: the base's)."""
-    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object, title=SHARED)
     """Arguments of the chat template, such as {"enable_thinking": false}; a line's own chat_template_kwargs take
     precedence."""

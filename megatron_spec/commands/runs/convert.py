@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_spec.commands.runs.common import Layers, Parallel, Precision, ScriptRun
-from megatron_spec.config import EagleAlgorithm, UserError, flag_name, option
+from megatron_spec.config import LARGEST_SEED, EagleAlgorithm, UserError, flag_name, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class ConvertRun(Parallel, Precision, Layers, DraftRequest):
     """Base: Hugging Face folder, name on the hub, or Megatron checkpoint."""
     save: str = option(metavar="DIR")
     """New or empty folder for the draft checkpoint."""
-    seed: int = 1234
+    seed: int = option(1234, least=0, most=LARGEST_SEED)
     """Seed of the draft's initial values."""
 
     def validate(self) -> None:

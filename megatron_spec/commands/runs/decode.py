@@ -28,7 +28,7 @@ class ValidateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     base: str | None = option(None, "DIR")
     """Base for drafts without one; with --load: path of the base, if it has moved."""
     output: str | None = option(None, "JSON")
-    """Report (default: validate.json in the checkpoint)."""
+    """Report (default: validate.json in the folder of --load)."""
     html_output: str | None = option(None, "HTML", flag="html")
     """Also write the report as a page with plots."""
     draft_lens: tuple[int, ...] | None = option(None, "N[,N...]", flag="max-draft-len", parse=numbers, once=True)
@@ -43,7 +43,7 @@ class ValidateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     def validate(self) -> None:
         """Raise UserError for flags that contradict one another."""
         _check_seed(self.decode)
-        require(not (self.bf16 and self.fp64), "--bf16 and --fp64: expected one of them")
+        require(not (self.bf16 and self.fp64), "--bf16 and --fp64 contradict each other: give one of them")
         require(
             not (self.fp64 and self.layers.engine),
             "--fp64: Transformer Engine does not compute in float64: use --transformer-impl local",
@@ -75,8 +75,8 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     question_temperature: float | None = option(None, "T", least=0)
     """Temperature of the questions (--synthesize; default: 1)."""
     question_batch_size: int | None = option(None, "N", least=1)
-    """Questions drawn at a time (--synthesize; default: --batch-size, on a GPU up to 1024 if memory allows). It does
-    not change the questions, up to rounding."""
+    """Questions drawn at a time (--synthesize; default: --batch-size, on a GPU up to 1024 if memory allows); up to
+    rounding, this does not change them."""
     save_rejections: bool = False
     """Record which tokens of an answer replaced a rejected draft token, for finetune.py --replay-weight."""
 

@@ -118,11 +118,11 @@ class FinetuneRun(Parallel, ChatText, MovedBase, DraftModules, ModelRun):
         require(bool(self.save), "--save is required")
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise UserError(
-                "found --override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler, expected one of them"
+                "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other"
             )
         if bool(self.train_epochs) == bool(self.train.train_iters):
             found = "both" if self.train_epochs else "neither"
-            raise UserError(f"found {found} of --train-iters and --train-epochs, expected one")
+            raise UserError(f"give one of --train-iters and --train-epochs: found {found}")
         if self.num_nodes or self.gpus_per_node or self.gpu_memory_gib:
             raise UserError(
                 "--num-nodes, --gpus-per-node and --gpu-memory-gib belong to --dry-run; torchrun starts processes"

@@ -29,6 +29,6 @@ class QuantizeRun(Parallel, Precision, Layers, ChatText, MovedBase, DraftModules
     seq_length: int = 2048
     """Truncate conversations to this many tokens."""
     micro_batch_size: int = option(4, least=1)
-    """Conversations per forward pass."""
+    """Conversations of a rank whose features are held at once."""
     objective: ObjectiveConfig = group(ObjectiveConfig, only=("ttt_steps", "alignment"))
     """Draft steps to calibrate."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
-from megatron_spec.decoding.options import check_confidence, check_options, decoding_type, read_choices
+from megatron_spec.decoding.options import check_confidence, check_lengths, check_options, decoding_type, read_choices
 
 if TYPE_CHECKING:
     from megatron_spec.base.model import FrozenBase
@@ -46,6 +46,7 @@ def _of_draft(draft: Any, base: FrozenBase, config: DecodeConfig) -> Drafter:
     from megatron_spec.drafts.peagle import PEagleDraft
 
     check_confidence(config, draft.config)
+    check_lengths(config, (config.max_draft_len,), draft.config)
     if isinstance(draft, DSparkDraft):
         return DSparkDrafter(draft, base, config.max_draft_len, config.confidence_threshold)
     if isinstance(draft, DFlashDraft):

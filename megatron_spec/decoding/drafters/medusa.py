@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_spec.config import UserError
 from megatron_spec.decoding import cache as cache_rows
 from megatron_spec.decoding import sampling
 from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
@@ -71,9 +70,6 @@ class MedusaChoicesDrafter(MedusaDrafter):
 
     def __init__(self, draft: MedusaDraft, base: FrozenBase, paths: tuple[tuple[int, ...], ...]) -> None:
         super().__init__(draft, base)
-        deepest = max(map(len, paths))
-        if deepest > self.heads:
-            raise UserError(f"--medusa-choices is {deepest} tokens deep, but the draft has {self.heads} Medusa heads")
         self.parents, self.levels, self.ranks = paths_to_parents(paths)
         self.width = max(self.ranks) + 1
         device = base.world.device

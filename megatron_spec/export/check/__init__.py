@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.export import bases
 from megatron_spec.export.base_rows import KEY, base_rows, changed, is_target
 from megatron_spec.export.check import block, eagle3, others
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.formats import DraftProblems, Reading, Source, open_source, read_draft
 from megatron_spec.export.formats.block_forms import algorithm_of
+from megatron_spec.export.formats.eagle import CAPTURE_KEY
+from megatron_spec.export.formats.medusa import is_block
 from megatron_spec.export.native_mtp import is_own_module
 from megatron_spec.export.tensor_files import Entry
 from megatron_spec.families import draft_kind
@@ -52,6 +55,11 @@ _CONFIG_RULES: dict[str, Callable[[Folder], Iterator[Finding]]] = {
     "DSpark": block.served,
 }  # fmt: skip
 """Rules that need nothing but config.json."""
+_DRAFTING: dict[str, bases.Drafting] = {
+    "EAGLE-3": "eagle3", "EAGLE-1": "eagle1", "DFlash": "block", "DSpark": "block", "eagle3": "eagle3",
+    "peagle": "eagle3", "eagle": "eagle1", "dflash": "block", "dspark": "block",
+}  # fmt: skip
+"""Kind of a folder, or its `speculators_model_type` -> what it takes of its base."""
 
 
 def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
@@ -65,7 +73,7 @@ def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
         return {"dflash": "DFlash", "dspark": "DSpark"}[algorithm]
     if kind := draft_kind(names):
         return kind
-    if config.get("model_type") == "medusa" or any(n.split(".")[0].isdigit() for n in tensors):
+    if config.get("model_type") == "medusa" or any(map(is_block, tensors)):
         return "Medusa"
     if is_own_module(config) and "model.embed_tokens.weight" not in tensors and tensors:
         return "MTP"
@@ -115,6 +123,11 @@ def _base_config(base: dict[str, Any] | None) -> BaseConfig | None:
     return BaseConfig(family="", max_position_embeddings=1, **shape, **sizes)
 
 
+def _base_json(base: Path | str | None) -> dict[str, Any] | None:
+    """config.json of the target, if it is given."""
+    return model_json(model_folder(base, weights=False)) if base is not None else None
+
+
 def _rules(kind: str, folder: Folder, unreadable: bool) -> Iterator[Finding]:
     """Rules of engines; for an unreadable folder, only those that can still be checked."""
     try:
@@ -161,6 +174,18 @@ def _of_kind(kind: str, engine: Engine | None) -> Iterator[Finding]:
         )
 
 
+def _with_base(kind: str, config: dict[str, Any], base: dict[str, Any] | None) -> Iterator[Finding]:
+    """Engines that serve this base, but not with such a draft."""
+    drafting = _DRAFTING.get(config.get("speculators_model_type") or kind)
+    names = (base or {}).get("architectures")
+    if drafting is None or not isinstance(names, list) or not names:
+        return
+    ids = (config.get("eagle_config") or {}).get(CAPTURE_KEY)
+    for engine, why in bases.lost(names[0], drafting, ids).items():
+        fix = "serve it with another engine, or train another kind of draft"
+        yield Finding("served", f"{engine}: {why}", fix, (cast(Engine, engine),))
+
+
 def refusals(path: Path | str, base: Path | str | None = None) -> dict[Engine, str]:
     """Engine -> what keeps it from loading a draft, or from computing it as trained.
 
@@ -176,6 +201,7 @@ def refusals(path: Path | str, base: Path | str | None = None) -> dict[Engine, s
         kind, folder = kind_of(config, {}), Folder(Path(path), config, {})
         findings = [*_CONFIG_RULES[kind](folder)] if kind in _CONFIG_RULES else []
         findings += _of_kind(kind, None)
+        findings += _with_base(kind, config, _base_json(base))
     else:
         findings = check_folder(path, base=base)
     lost: dict[Engine, list[str]] = {}
@@ -197,7 +223,7 @@ def check_folder(path: Path | str, engine: Engine | None = None, base: Path | st
     path = model_folder(path)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
-    base_json = model_json(model_folder(base, weights=False)) if base is not None else None
+    base_json = _base_json(base)
     source = open_source(path)
     kind = kind_of(source.raw, source.entries)
     problems, reading = _read(source, kind, base_json)
@@ -208,5 +234,6 @@ def check_folder(path: Path | str, engine: Engine | None = None, base: Path | st
     folder = Folder(path, read_object(path / "config.json"), source.entries, base_json, reading, compared)
     if kind != "target":
         problems += list(_same_base(recorded, rows))
-    findings = problems + [f for f in _rules(kind, folder, bool(problems)) if engine is None or engine in f.engines]
+    found = [*_rules(kind, folder, bool(problems)), *_with_base(kind, folder.config, base_json)]
+    findings = problems + [f for f in found if engine is None or engine in f.engines]
     return sorted([*findings, *_of_kind(kind, engine)], key=lambda f: f.warning)

@@ -81,15 +81,27 @@ def _form(folder: Folder) -> Iterator[Finding]:
 
 
 def _precision(folder: Folder) -> Iterator[Finding]:
-    """SGLang never quantises q, k and v; TensorRT-LLM slices keys and values out of the fused weight, losing scales."""
+    """SGLang never quantises q, k and v; TensorRT-LLM slices keys and values out of the fused weight, losing scales.
+
+    TensorRT-LLM joins the scales of gate and up only after a complete load, and loads block drafts in part, because
+    they lack embedding and head.
+    """
     fused = tuple(f".self_attn.{x}_proj.weight" for x in "qkv")
-    found = sorted(n for n, e in folder.tensors.items() if n.endswith(fused) and e.dtype in ("F8_E4M3", "U8"))
+    codes = [n for n, e in folder.tensors.items() if e.dtype in ("F8_E4M3", "U8")]
+    found = sorted(n for n in codes if n.endswith(fused))
     if found:
         yield Finding(
             "qkv", f"{', '.join(found[:4])} ({len(found)}) are quantised: SGLang silently loads the codes as numbers, "
             "TensorRT-LLM and older versions of vLLM compute keys and values of the context without their scales",
             "keep q_proj, k_proj and v_proj of a block draft in bf16; o_proj and the MLP may be quantised",
             ("sglang", "trtllm"),
+        )  # fmt: skip
+    merged = sorted(n for n in codes if n.endswith((".mlp.gate_proj.weight", ".mlp.up_proj.weight")))
+    if merged:
+        yield Finding(
+            "served", f"{', '.join(merged[:4])} ({len(merged)}) are quantised: TensorRT-LLM loads a block draft in "
+            "part, which leaves the common scale of gate and up at 1",
+            "serve it with vLLM or SGLang, or keep them in bf16", ("trtllm",),
         )  # fmt: skip
 
 

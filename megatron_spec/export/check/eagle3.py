@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_spec.config import EagleConfig, UserError
 from megatron_spec.config.presets import default_capture_ids
+from megatron_spec.config.rope import rope_values
 from megatron_spec.export import layout
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.check.shared import check_biases, check_embedding, check_fp8, check_rope, check_target
@@ -125,7 +126,9 @@ def _options(folder: Folder) -> list[str]:
     found |= {"parallel_drafting"} if parallel or raw.get("speculators_model_type") == "peagle" else set()
     ids = nested.get(CAPTURE_KEY) or raw.get(CAPTURE_KEY) or ()
     width = len(ids) * (raw.get("target_hidden_size") or raw.get("hidden_size") or 0)
-    found |= {"fc_of_equal_widths"} if ids and width == raw.get("hidden_size") else set()
+    equal = width == raw.get("hidden_size")
+    found |= {"fc_of_equal_widths"} if ids and equal else {"fc_of_one_capture"} if len(ids) == 1 else set()
+    found |= {"partial_rotation"} if rope_values(raw).get("partial_rotary_factor", 1) != 1 else set()
     both = all(raw.get(name) or nested.get(name) for name in ("norm_before_fc", "fc_norm"))
     found |= {"norm_before_fc_and_fc_norm"} if both else set()
     return [name for name in layout.SERVED_BY if name in found]

@@ -10,8 +10,9 @@ from megatron_spec.export import layout, native_mtp
 from megatron_spec.export.block import ARCHITECTURES
 from megatron_spec.export.check import block
 from megatron_spec.export.check.eagle3 import served_by_some
-from megatron_spec.export.check.finding import Finding, Folder
+from megatron_spec.export.check.finding import ALL, Finding, Folder
 from megatron_spec.export.check.shared import check_biases, check_fp8, check_rope, check_target
+from megatron_spec.export.formats.eagle import CAPTURE_KEY, DEFAULT_CAPTURES
 from megatron_spec.export.formats.keys import flatten
 from megatron_spec.export.tensor_files import read_entries
 
@@ -41,8 +42,19 @@ def check_eagle1(folder: Folder) -> Iterator[Finding]:
         )  # fmt: skip
     elif any(bias.raw()):
         yield Finding("fc.bias", "fc.bias is not zero: vLLM drops it silently", "train without it", ("vllm",))
+    yield from _eagle1_options(folder)
     for rule in (check_biases, check_rope, check_fp8, check_target):
         yield from rule(folder)
+
+
+def _eagle1_options(folder: Folder) -> Iterator[Finding]:
+    """Options whose tensors an engine drops. Biases of attention are computed by both, that of `fc` is above."""
+    for finding in served_by_some(folder):
+        if finding.rule == "qk_norm":
+            found = "the draft has norms over query and key heads, which no engine has in EAGLE-1"
+            yield replace(finding, found=found, fix="train without them, or an EAGLE-3 draft", engines=ALL)
+        elif finding.rule in ("mlp_bias", "partial_rotation"):
+            yield finding
 
 
 # ---- MTP
@@ -100,6 +112,10 @@ def check_speculators(folder: Folder) -> Iterator[Finding]:
     if kind in ARCHITECTURES:
         yield from block.check_speculators(folder)
         return
+    if kind == "eagle":
+        fix = "rewrite it as an EAGLE-1 folder (tools/check_export.py --fix)"
+        yield Finding("speculators", "no engine loads EAGLE-1 in the format of speculators", fix)
+        return
     if kind not in ("eagle3", "peagle"):
         found = f"speculators_model_type is {kind!r}: only eagle3, peagle, dflash and dspark are checked here"
         yield Finding("speculators", found, "-", warning=True)
@@ -114,8 +130,21 @@ def check_speculators(folder: Folder) -> Iterator[Finding]:
         )  # fmt: skip
     if any(n.startswith("midlayer.") for n in folder.tensors):
         yield Finding("midlayer", "the first layer is called midlayer", "rename midlayer.* to layers.0.*")
+    yield from _count(folder)
     yield from served_by_some(folder)
     yield from check_target(replace(folder, config=flatten(config)))
+
+
+def _count(folder: Folder) -> Iterator[Finding]:
+    """Captures other than three, which vLLM's Llama draft counts in a key that speculators does not write."""
+    flat = flatten(folder.config)
+    ids, layer = flat.get(CAPTURE_KEY) or (), folder.config.get("transformer_layer_config") or {}
+    counted = flat.get("num_aux_hidden_states") is not None or layer.get("model_type", "llama") != "llama"
+    if ids and len(ids) != DEFAULT_CAPTURES and not counted:
+        yield Finding(
+            "capture_ids", f"{len(ids)} layers are captured, but vLLM builds fc for {DEFAULT_CAPTURES}",
+            f'write "num_aux_hidden_states": {len(ids)} in transformer_layer_config', ("vllm",),
+        )  # fmt: skip
 
 
 def speculators_served(folder: Folder) -> Iterator[Finding]:

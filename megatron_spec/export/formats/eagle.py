@@ -14,7 +14,7 @@ from megatron_spec.config.rope import read_rope
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export import native_mtp
 from megatron_spec.export.formats.keys import flatten
-from megatron_spec.export.formats.options import MASK_TOKEN_KEYS, PARALLEL_KEYS, check_options, draft_window
+from megatron_spec.export.formats.options import COUNT_KEYS, MASK_TOKEN_KEYS, PARALLEL_KEYS, check_options, draft_window
 from megatron_spec.export.formats.reading import (
     Problem,
     Reading,
@@ -28,6 +28,8 @@ from megatron_spec.export.formats.vocabulary import read_vocabulary
 OPTIONS = ("norm_before_fc", "fc_norm", "norm_output")
 """Keys of config.json that distinguish EAGLE-3.1 from EAGLE-3; the last one is also an option of MTP."""
 CAPTURE_KEY = "eagle_aux_hidden_state_layer_ids"
+DEFAULT_CAPTURES = 3
+"""Captures of a draft whose config.json names none."""
 
 _LAYER = re.compile(
     r"^(?:model\.)?(?:midlayer\.(?:(?P<mid>\d+)\.)?|layers\.(?P<layer>\d+)\.|additional_layers\.(?P<more>\d+)\.)(?P<rest>.+)$"
@@ -37,6 +39,8 @@ _RENAMED = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
 _REASONS = {
     "input_layernorm": "an EAGLE-1 draft has no such tensor: engines have no norm before its first layer",
     "lm_head.weight": "this draft uses the target's LM head; a head of its own is not supported",
+    "hnorm": "norms before fc of an EAGLE-1 draft (HASS) are not supported",
+    "enorm": "norms before fc of an EAGLE-1 draft (HASS) are not supported",
     "norm.weight": "an EAGLE-1 draft has no final norm",
     "kv_a_proj": "drafts with latent attention are not supported",
     "experts.": "drafts with a mixture of experts are not supported",
@@ -44,6 +48,9 @@ _REASONS = {
     "medusa": "parallel draft heads are not supported: export the draft without them",
     "sinks": "attention sinks in a draft are not supported",
 }
+
+_OF_EAGLE1 = {"input_layernorm", "norm.weight", "enorm", "hnorm"}
+"""Those of `_REASONS` that hold for EAGLE-1 alone."""
 
 
 def _nested(raw: dict[str, Any], key: str) -> Any:
@@ -68,6 +75,10 @@ def capture_ids(
         fix = "write target_hidden_size when the target's hidden size is not the draft's"
         raise source.problem("shape" if shape else "missing", found if shape else "missing fc.weight", fix)
     count = shape[1] // target_hidden
+    for key in COUNT_KEYS:
+        if raw.get(key) not in (None, count):
+            found = f"{key} is {raw[key]!r}, but fc reads {count} captures"
+            raise source.problem("capture_ids", found, "make them agree")
     for ids in (top, nested):
         if ids is not None and not (isinstance(ids, list) and all(isinstance(j, int) for j in ids)):
             raise source.problem("capture_ids", f"{CAPTURE_KEY} is {ids!r}", "write a list of layers")
@@ -81,7 +92,7 @@ def capture_ids(
         raise source.problem("capture_ids", found, "make them agree")
     if ids is not None:
         return tuple(ids)
-    if count != 3:
+    if count != DEFAULT_CAPTURES:
         found = f"fc reads {count} captures, but no layer ids are given"
         raise source.problem("capture_ids", found, f"write {CAPTURE_KEY}, in both places")
     return default_capture_ids(base.num_layers) if base is not None else (0, 1, 2)
@@ -162,14 +173,20 @@ class _Folder:
     # ---- sizes and options
 
     def _layers(self) -> int:
-        """Number of decoder layers. SafeAILab's config.json gives the target's number instead."""
+        """Number of decoder layers. config.json of SafeAILab, and EAGLE-1's of speculators, may give the target's."""
         stored = 1 + max((int(n.split(".")[1]) for n in self.found if n.startswith("layers.")), default=0)
         configured = integer(self.raw, "num_hidden_layers", self.source, stored)
         foreign = "Eagle" not in self.source.architectures and self.kind != "eagle-mtp"
+        foreign |= self.source.raw.get("speculators_model_type") == "eagle"  # has one layer, whatever it says
         return stored if stored == 1 and foreign else configured
 
     def _shapes(self) -> dict[str, Any]:
         raw, source = self.raw, self.source
+        if self.kind == "eagle-mtp" and "layers.0.eh_proj.weight" not in self.found:
+            there = next((n for n in sorted(source.entries) if "eh_proj" in n or "mtp" in n), "no eh_proj")
+            found = f"a prediction module under other names: found {there}, expected layers.0.eh_proj.weight"
+            fix = "a module that a base ships is read for DeepSeek-V3 alone: convert_model.py --mtp-from-base"
+            raise source.problem("missing", found, fix)
         H, heads = integer(raw, "hidden_size", source), integer(raw, "num_attention_heads", source)
         embeds = self.base is not None and "embed_tokens.weight" in self.found  # only then may the widths differ
         base_width = self.base.hidden_size if self.base is not None and embeds else H
@@ -252,10 +269,8 @@ class _Folder:
         if not config.reads_captures and "embed_tokens.weight" in self.found:
             reading.copy_of("embed_tokens", self.found["embed_tokens.weight"])
         self.problems += read_vocabulary(reading, self.found)
-        reasons = {} if config.reads_captures else _REASONS
-        reasons = reasons or {
-            part: why for part, why in _REASONS.items() if part not in ("input_layernorm", "norm.weight")
-        }
+        others = set() if config.regresses_state else _OF_EAGLE1
+        reasons = {part: why for part, why in _REASONS.items() if part not in others}
         return checked(reading, self.base, reasons, self.problems)
 
     def _mask_token(self) -> int:

@@ -44,13 +44,18 @@ def canonical(name: str) -> str | None:
     return None
 
 
+def is_block(name: str) -> bool:
+    """True for a tensor of a block of some head."""
+    return _BLOCK.match(name) is not None
+
+
 class Medusa:
     """Reader of Medusa heads under every published naming."""
 
     def matches(self, source: Source) -> bool:
         """Match by config.json or by tensor names."""
         named = "Medusa" in source.architectures or source.raw.get("model_type") == "medusa"
-        return named or any(_BLOCK.match(name) for name in source.entries)
+        return named or any(map(is_block, source.entries))
 
     def read(self, source: Source, base: BaseConfig | None) -> Reading:
         """See `Format`."""
@@ -85,12 +90,15 @@ class Medusa:
 
     def _counts(self, source: Source, config: MedusaConfig) -> list[Problem]:
         """Report heads or blocks beyond those of config.json once, not per unread tensor."""
-        found = [c for c in map(canonical, source.entries) if c is not None]
-        heads = 1 + max(int(c.split(".")[1]) for c in found)
-        if heads == config.num_heads:
-            return []
-        says = f"config.json says {config.num_heads} heads, the tensors hold {heads}"
-        return [Problem("missing" if heads < config.num_heads else "config", says, "make them agree")]
+        found = [c.split(".") for c in map(canonical, source.entries) if c is not None]
+        heads = 1 + max(int(name[1]) for name in found)
+        blocks = 1 + max(int(name[3]) for name in found if name[2] == "blocks")
+        problems = []
+        for what, says, there in (("heads", config.num_heads, heads), ("blocks", config.num_layers, blocks)):
+            if there != says:
+                wrong = f"config.json says {says} {what}{' per head' if what == 'blocks' else ''}, the tensors hold"
+                problems.append(Problem("missing" if there < says else "config", f"{wrong} {there}", "make them agree"))
+        return problems
 
     def _options(self, source: Source) -> list[Problem]:
         problems = []

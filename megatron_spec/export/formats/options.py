@@ -25,6 +25,10 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "add_para_norm": ((False,), "norms before fc of an EAGLE-1 draft (HASS) are not supported"),
     "layernorms": ((False,), "norms before fc of an EAGLE-1 draft (HASS) are not supported"),
     "fusion_bias": ((True, False), ""),
+    "transformer_layer_architecture": (
+        ("LlamaDecoderLayer", "auto"),
+        "the draft layers of engines are Llama's: train with them",
+    ),
 }
 """Key -> (values that change nothing, message for other values)."""
 
@@ -54,13 +58,15 @@ _NESTED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
 }  # fmt: skip
 PARALLEL_KEYS = ("ptd_token_id", "pard_token", "parallel_drafting")
 """Keys of config.json that mark an EAGLE-3 draft which proposes all tokens in one pass (P-EAGLE)."""
+COUNT_KEYS = ("num_aux_hidden_states", "num_aux_layers")
+"""vLLM's and SGLang's keys of the number of captures."""
 MASK_TOKEN_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
 """Keys of P-EAGLE's mask token in vLLM and speculators."""
 _IDS = {"eagle_aux_hidden_state_layer_ids"}
 _EAGLE3 = {"norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "target_hidden_size"} | _IDS
 _USED: dict[str, set[str]] = {
-    "eagle3": _EAGLE3 | {"eagle_config"},
-    "p-eagle": _EAGLE3 | {"eagle_config", *PARALLEL_KEYS, *MASK_TOKEN_KEYS},
+    "eagle3": _EAGLE3 | {"eagle_config", *COUNT_KEYS},
+    "p-eagle": _EAGLE3 | {"eagle_config", *COUNT_KEYS, *PARALLEL_KEYS, *MASK_TOKEN_KEYS},
     "eagle1": {"eagle_config", "target_hidden_size", "truncated_vocab_size"},
     "eagle-mtp": {"eagle_config", "norm_output", "target_hidden_size", "num_nextn_predict_layers"},
 }

@@ -168,7 +168,7 @@ def test_unreadable_files_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"does not exist"):
         list(read_conversations(path))
     path.write_text("\n\n")
-    with pytest.raises(UserError, match=r"holds no conversation"):
+    with pytest.raises(UserError, match=r"contains no conversations"):
         list(read_conversations(path))
     path.write_bytes(b'{"conversations": "\xff"}')
     with pytest.raises(UserError, match=r"line 1: not UTF-8"):

@@ -111,6 +111,12 @@ def test_invalid_lines_are_refused_in_training_and_dropped_in_preparation(record
     assert found.line is None and found.reason
 
 
+def test_lines_of_another_kind_name_the_script_that_reads_them():
+    for record, script in (({"turns": ["a"]}, "generate.py"), ({"instruction": "a"}, "prepare_conversations.py")):
+        with pytest.raises(UserError, match=f"line 3: found keys .*, expected exactly one of .*{script}"):
+            parse_conversation(record, "line 3")
+
+
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": 0.0}, {"weight": 0, "train": False}])
 def test_answers_that_are_not_trained_on(mark):
     record = {"messages": [*TALK, {**TALK[0], "weight": 0}, {**TALK[1], **mark}]}

@@ -1,4 +1,5 @@
 import logging
+import re
 
 import pytest
 import torch
@@ -129,6 +130,12 @@ def test_dataset_truncates_drops_and_reports(tmp_path, caplog):
     _, warning, figures = (record.getMessage() for record in caplog.records)
     assert "dropped 2 x nothing supervised" in warning and "line 2, whose first answer begins at token 137" in warning
     assert "supervised 24" in figures
+
+
+def test_lengths_that_no_row_can_have_are_refused():
+    for length, words in ((1, "at least 2"), (1 << 31, "below 2^31"), (2.5, "seq_length: found a float, expected int")):
+        with pytest.raises(UserError, match=re.escape(words)):
+            ConversationDataset("absent.jsonl", None, length)
 
 
 def test_truncation_to_one_supervised_token_drops_the_conversation(tmp_path):

@@ -83,5 +83,5 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"found no tokenizer.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"the tokenizer does not load"):
+    with pytest.raises(UserError, match=r"the tokenizer cannot be loaded"):
         load_tokenizer(tmp_path)

@@ -200,7 +200,10 @@ def test_medusa_trees(tiny: Any) -> None:
     assert max(d for g in found for d in g.drafted_lengths) == 2
     total = [sum(sum(g.accepted_lengths) for g in x) for x in (chain, found, dynamic)]
     assert total[1] > total[0] and total[2] > total[0]
-    with pytest.raises(UserError, match="4 tokens deep, but the draft has 3 Medusa heads"):
+    for few in ("[[0]]", "[[0],[1]]"):  # fewer nodes than the longest chain has
+        found = decode(base, tiny.prompts, CONFIG.replace(medusa_choices=few), set(), draft=draft)
+        assert [g.tokens for g in found] == tiny.answers
+    with pytest.raises(UserError, match="found a path of 4 tokens and rank 0, but the draft has 3 heads"):
         deep = CONFIG.replace(medusa_choices="[[0],[0,0],[0,0,0],[0,0,0,0]]")
         decode(base, tiny.prompts[:1], deep, set(), draft=draft)
 

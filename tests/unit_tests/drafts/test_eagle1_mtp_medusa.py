@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_spec.config import BaseConfig, DraftConfig, MedusaConfig, ObjectiveConfig, UserError, presets
+from megatron_spec.config.structure import draft_tensors
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.eagle1 import feature_noise
 from megatron_spec.drafts.vocab import DraftVocab
@@ -162,6 +163,31 @@ def test_attention_may_start_from_the_base(algorithm: str, layer: str) -> None:
     base = {f"self_attn.{x}_proj.weight": torch.rand(found[f"{layer}.self_attn.{x}_proj.weight"].shape) for x in "qkvo"}
     draft.initialize(StandInEnds(16, torch.float32, vocab_size=VOCAB), base, seed=1)
     assert all(torch.equal(found[f"{layer}.{name}"], value) for name, value in base.items())
+
+
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle-mtp"])
+def test_what_is_not_copied_from_the_base_is_named(algorithm: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Attention without its biases, or no MLP at all, is another start than the one asked for."""
+    options = {"init_from_base_layer": True, "init_attention": True}
+    config = eagle_config(algorithm=algorithm, **options, **SHARED_HEAD)
+    table = {str(s.base): s.shape for s in draft_tensors(config).values() if s.base is not None}
+    base = {name: torch.rand(shape) for name, shape in table.items()}
+    biases = {f"self_attn.{x}_proj.bias": torch.rand(base[f"self_attn.{x}_proj.weight"].shape[0]) for x in "qkv"}
+    without = {name: x for name, x in base.items() if "mlp." not in name}
+    for found, said in ((base, ""), (base | biases, "self_attn.v_proj.bias"), (without, "mlp.down_proj.weight")):
+        caplog.clear()
+        draft = build_draft(config, DraftVocab.full(VOCAB), distributed.initialize(), torch.float32)
+        draft.initialize(StandInEnds(16, torch.float32, vocab_size=VOCAB), found, seed=1)
+        warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert (len(warned) == 1 and said in warned[0]) if said else not warned, warned
+    caplog.clear()
+    biased = eagle_config(algorithm=algorithm, attention_bias=True, **options, **SHARED_HEAD)
+    draft = build_draft(biased, DraftVocab.full(VOCAB), distributed.initialize(), torch.float32)
+    draft.initialize(StandInEnds(16, torch.float32, vocab_size=VOCAB), base | biases, seed=1)
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    assert torch.equal(
+        dict(draft.named_parameters())["layers.0.self_attn.k_proj.bias"], biases["self_attn.k_proj.bias"]
+    )
 
 
 def test_noise() -> None:

@@ -13,13 +13,23 @@ from torch import Tensor, nn
 
 from megatron_spec import api
 from megatron_spec.batch import Features
-from megatron_spec.config import DraftConfig, EagleConfig, MedusaConfig, ObjectiveConfig, UserError, presets
+from megatron_spec.commands.convert import new_draft
+from megatron_spec.config import (
+    DecodeConfig,
+    DraftConfig,
+    EagleConfig,
+    MedusaConfig,
+    ObjectiveConfig,
+    UserError,
+    presets,
+)
 from megatron_spec.config.machine import Machine
 from megatron_spec.drafts import build_draft, shipped_class
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.own import check_modules, check_tensors, objective_of, own_class
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.evaluation.validate import check_draft_lens
 from megatron_spec.losses import reference
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
@@ -167,6 +177,19 @@ def test_arguments_of_another_class_are_named() -> None:
         (lambda: api.quantize(model, [], {"draft": "fp8"}), "quant: found a dict, expected QuantConfig"),
         (lambda: api.validate(model, "x", {"max_draft_len": 1}), "config: found a dict, expected DecodeConfig"),
         (lambda: api.decode(model, [[1]], {"max_draft_len": 1}), "config: found a dict, expected DecodeConfig"),
+        (lambda: api.decode(model, [[1]], DecodeConfig(speculative_model="x")), "leave speculative_model out"),
+        (lambda: api.decode(model, [[1.5]]), "decode: found text, numbers or a single prompt"),
+        (lambda: api.decode(model, [[1]], stop_ids="ab"), "decode: found text, numbers or a single prompt"),
+        (lambda: model(3), "micro-batch: found a int, expected Batch"),
+        (lambda: api.quantize(model, [3]), "micro-batch: found a int, expected Batch"),
+        (lambda: api.initialize({"tp": 2}), "parallel: found a dict, expected ParallelConfig"),
+        (lambda: api.load("x", dtype="bfloat16"), "dtype: found a str, expected dtype"),
+        (lambda: api.load("x", dtype=torch.int32), "dtype: found torch.int32, expected a floating point type"),
+        (lambda: api.load("x", layers="te"), "layers: found a str, expected BaseLayers"),
+        (lambda: api.load("x", draft_transformer_impl="apex"), "draft_transformer_impl: found 'apex', expected one of"),
+        (lambda: new_draft(None, draft.config, draft.vocab, None, None, "a"), "seed: found a str, expected int"),
+        (lambda: check_draft_lens(2), "found 2, expected distinct numbers"),
+        (lambda: check_draft_lens([]), "expected distinct numbers"),
     ):
         with pytest.raises(UserError, match=said):
             act()  # type: ignore[no-untyped-call]

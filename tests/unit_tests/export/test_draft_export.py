@@ -88,6 +88,20 @@ def test_bf16_folder_has_exactly_the_format(base_folder: Path, tmp_path: Path) -
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
+def test_biases_of_quantised_linears_stay_in_high_precision(base_folder: Path, tmp_path: Path, kind: Any) -> None:
+    """Biases start at 0, which any rounding keeps: these are trained ones."""
+    quant = QuantConfig(base="none", draft=kind)
+    tiny = build(base_folder, quant, attention_bias=True, mlp_bias=True)
+    biases = {n: p.data for n, p in tiny.draft.named_parameters() if n.endswith(".bias")}
+    for bias in biases.values():
+        bias.copy_(torch.linspace(-0.3, 0.7, len(bias)))
+    tensors = load_file(str(export(tiny, tmp_path / "draft", quant) / "model.safetensors"))
+    assert len(biases) == 7
+    for name, bias in biases.items():
+        assert torch.equal(tensors[name], bias.to(torch.bfloat16)), name
+
+
 def test_full_vocabulary_writes_no_map(base_folder: Path, tmp_path: Path) -> None:
     out = export(build(base_folder, size=V), tmp_path / "draft")
     assert not {"d2t", "t2d"} & load_file(str(out / "model.safetensors")).keys()

@@ -135,6 +135,25 @@ def speculators(raw: Json) -> Json:
     }  # fmt: skip
 
 
+def more_blocks(tensors: Tensors) -> Tensors:
+    """A second block for every head."""
+    return {n.replace(".0.linear", ".1.linear"): t for n, t in tensors.items() if ".linear." in n}
+
+
+def speculators_eagle1(raw: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """One layer, although the configuration of the layer may be the target's."""
+    layer = {**speculators(raw)["transformer_layer_config"], "num_hidden_layers": 12}
+    config = {
+        "architectures": ["EagleSpeculator", "LlamaDecoderLayer"], "speculators_model_type": "eagle",
+        "transformer_layer_architecture": "LlamaDecoderLayer", "transformer_layer_config": layer, "layernorms": False,
+        "fusion_bias": False, "speculators_config": {"algorithm": "eagle"},
+    }  # fmt: skip
+    return config, {
+        n.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): t
+        for n, t in tensors.items() if n != "fc.bias"
+    }  # fmt: skip
+
+
 def inside(raw: Json, tensors: Tensors, **keys: Any) -> tuple[Json, Tensors]:
     """More keys in `dflash_config`."""
     return {**raw, "dflash_config": {**raw["dflash_config"], **keys}}, tensors
@@ -195,11 +214,18 @@ READ: dict[str, tuple[str, Change, str]] = {
         "eagle3", lambda c, t: ({**c, "use_cache": True, "initializer_range": 0.02, "id2label": {"0": "x"}}, t), ""
     ),
     "medusa, prefix": ("medusa", lambda c, t: (c, {f"medusa_heads.{n}": x for n, x in t.items()}), ""),
+    "medusa, prefix and no type": (
+        "medusa",
+        lambda c, t: ({"medusa_num_heads": 3, "medusa_num_layers": 1}, {f"medusa_head.{n}": x for n, x in t.items()}),
+        "",
+    ),
+    "eagle1 of speculators": ("eagle1", lambda c, t: speculators_eagle1(c, t), ""),
 }  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}), "full": ("eagle3", {"full": True}), "two": ("eagle3", {"num_hidden_layers": 2}),
     "narrow": ("eagle3", {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}),
     "p-eagle": ("p-eagle", {"mask_token_id": 3}), "eagle1": ("eagle1", {}), "medusa": ("medusa", {}),
+    "mtp": ("eagle-mtp", {}),
     "dflash": ("dflash", {"mask_token_id": 3, "block_size": 3, "num_hidden_layers": 1,
                           "capture_layer_ids": list(IDS)}),
     "dspark": ("dspark", {"mask_token_id": 3, "block_size": 3, "num_hidden_layers": 1,
@@ -364,6 +390,24 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "q_proj.bias is U8",
     ),
     "a head of one number": ("medusa", lambda c, t: (c, {**t, "0.1.weight": torch.tensor(1.0)}), "0.1.weight is"),
+    "blocks in config": (
+        "medusa", lambda c, t: (c, {n.replace(".1.weight", ".2.weight"): x for n, x in t.items()} | more_blocks(t)),
+        "config.json says 1 blocks per head, the tensors hold 2",
+    ),
+    "more blocks": (
+        "medusa", lambda c, t: ({**c, "medusa_num_layers": 2}, t), "says 2 blocks per head, the tensors hold 1"
+    ),
+    "eagle1 of speculators, another layer": (
+        "eagle1",
+        lambda c, t: ({**(s := speculators_eagle1(c, t))[0], "transformer_layer_architecture": "GPTBlock"}, s[1]),
+        "transformer_layer_architecture is 'GPTBlock'",
+    ),
+    "norms before fc": ("eagle1", lambda c, t: (c, {**t, "enorm.weight": ONE(8)}), "norms before fc of an EAGLE-1"),
+    "mtp of another base": (
+        "mtp", lambda c, t: (c, {n.replace("layers.0.", "model.mtp_layers.0."): x for n, x in t.items()}),
+        "a prediction module under other names: found model.mtp_layers.0",
+    ),
+    "mtp with a norm": ("mtp", lambda c, t: (c, {**t, "layers.0.more_norm.weight": ONE(8)}), "of this kind has no"),
     "token map": ("medusa", lambda c, t: (c, {**t, "token_map": ONE(3)}), "token_map"),
 }  # fmt: skip
 
@@ -493,6 +537,26 @@ def test_unexportable_options_are_refused_at_convert(home: Home, tmp_path: Path,
         convert(str(home.base), str(tmp_path / "c"), eagle_config=str(tmp_path / "draft.json"))
 
 
+def test_no_engine_loads_eagle1_of_speculators(home: Home, tmp_path: Path) -> None:
+    folder = write(tmp_path / "d", *speculators_eagle1(*home.export("eagle1", "eagle1")))
+    [wrong] = [f for f in check_folder(folder, base=home.base) if not f.warning]
+    assert wrong.rule == "speculators" and "vllm" in wrong.engines and "--fix" in wrong.fix
+
+
+def test_a_complete_configuration_is_of_the_kind_and_of_the_base(home: Home) -> None:
+    base, whole = home.reference.config, DraftVocab.full(V)
+    eagle1, wide = presets.eagle_config(base, "eagle1"), base.replace(hidden_size=2 * base.hidden_size)
+    assert commands.requested_config([("eagle", eagle1)], home.reference, whole) is eagle1
+    more = presets.medusa_config(base.replace(vocab_size=V + 1))
+    for kind, config, said in (
+        ("eagle-mtp", eagle1, "kind 'eagle-mtp' cannot have the algorithm 'eagle1'"),
+        ("eagle1", presets.eagle_config(wide, "eagle1"), f"target_hidden_size of the draft is {wide.hidden_size}"),
+        ("medusa", more, f"vocab_size of the draft is {V + 1}, but the base has {V}"),
+    ):
+        with pytest.raises(UserError, match=said):
+            commands.requested_config([(kind, config)], home.reference, whole)
+
+
 def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     base = home.reference.config
     last = presets.eagle_config(base, "eagle3", {"capture_layer_ids": [1, 7]})
@@ -512,6 +576,15 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     nobody = gated.replace(sliding_window=64)
     assert "no engine serves such a draft" in check_exportable(nobody, base)[-1]
     assert "only vllm can serve" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
+    mixtral, qwen, deep = (base.replace(family=name) for name in ("mixtral", "qwen2", "deepseek_v3"))
+    assert [s.split()[0] for s in check_exportable(presets.eagle_config(mixtral), mixtral)] == [
+        "vllm", "sglang", "trtllm", "no",
+    ]  # fmt: skip
+    flash = presets.block_config(qwen, "dflash", {"mask_token_id": 1})
+    assert [s.split()[0] for s in check_exportable(flash, qwen)] == ["sglang", "trtllm"]
+    assert check_exportable(presets.eagle_config(deep), deep) == []
+    other = presets.eagle_config(deep, "eagle3", {"capture_layer_ids": [2, 4, 5]})
+    assert "sglang will not serve this draft with this base" in check_exportable(other, deep)[0]
 
 
 def test_a_causal_block_is_told_to_every_engine_that_listens(home: Home) -> None:

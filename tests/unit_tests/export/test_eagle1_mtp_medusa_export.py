@@ -22,6 +22,8 @@ from megatron_spec.export.check import check_folder
 from megatron_spec.export.common import VerificationError
 from megatron_spec.export.draft import export_draft
 from megatron_spec.export.formats import Source, open_source, read_draft
+from megatron_spec.export.layout import ARCHITECTURES
+from megatron_spec.export.served import check_exportable
 from megatron_spec.export.verify import verify_draft
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.quantization.calibrate import calibrate
@@ -32,6 +34,7 @@ from tests.worlds import run_world
 
 V = 83
 KINDS = ("eagle1", "eagle3.1", "eagle-mtp", "medusa", "medusa-shared")
+QK_NORM = {"qk_norm": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -162,6 +165,27 @@ def test_rule_checker_agrees(folders: tuple[Path, Path], kind: str) -> None:
     wrong = [f for f in check_folder(folders[1] / "one" / kind, base=folders[0]) if not f.warning]
     both = [("norm_before_fc_and_fc_norm", ("trtllm",))] if kind == "eagle3.1" else []
     assert [(f.rule, f.engines) for f in wrong] == both
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle-mtp"])
+def test_norms_of_heads_do_not_make_it_an_eagle3_draft(
+    folders: tuple[Path, Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written under its own architecture, read again as the same, and no engine is said to serve it."""
+    plain = config_of(kind, inspect_base(folders[0]).config)
+    monkeypatch.setattr(f"{__name__}.config_of", lambda *_: plain.replace(**QK_NORM))
+    s = make(folders[0], world_of(), kind)
+    out = export(s, tmp_path / "draft")
+    found = read_draft(out, s.reference.config)
+    assert found.source.raw["architectures"] == ARCHITECTURES[kind] and found.config == s.draft.config
+    if kind == "eagle-mtp":
+        [limit] = check_exportable(s.draft.config, s.reference.config)
+        assert "no engine loads an eagle-mtp draft" in limit
+        return
+    with pytest.raises(UserError, match="qk_norm: no engine computes such an EAGLE-1 draft"):
+        check_exportable(s.draft.config, s.reference.config)
+    [wrong] = [f for f in check_folder(out, base=folders[0]) if not f.warning]
+    assert wrong.rule == "qk_norm" and len(wrong.engines) == 3
 
 
 def test_rules_cover_the_options(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megatron_spec.export.base import export_base
 from megatron_spec.export.check import check_folder
 from megatron_spec.export.common import VerificationError
 from megatron_spec.export.draft import export_draft
+from megatron_spec.export.formats import read_draft
 from megatron_spec.export.stream import TensorWriter
 from megatron_spec.quantization.calibrate import calibrate
 from tests.unit_tests.base.tiny import save_tiny
@@ -114,6 +115,32 @@ def test_speculators(base_folder: Path, tmp_path: Path, overrides: dict[str, Any
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     layer = config["transformer_layer_config"]
     assert layer["vocab_size"] == V and layer["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"}
+
+
+def test_speculators_holds_windows_captures_and_rotated_parts(base_folder: Path, tmp_path: Path) -> None:
+    """What vLLM reads of the layers' configuration: a window, the number of captures if it is not three."""
+    options = {"sliding_window": 24, "capture_layer_ids": [0, 2, 4, 5, 6]}
+    tiny = make(base_folder, world_of(), **options, rope={"theta": 10000.0, "partial_rotary_factor": 0.5})
+    hf = export_draft(
+        tiny.draft, tiny.reference, tmp_path / "hf", None, tiny.world, ends=tiny.base, export_embeddings=True
+    )
+    speculators.convert(hf, base_folder, tmp_path / "out")
+    layer = json.loads((tmp_path / "out" / "config.json").read_text())["transformer_layer_config"]
+    assert layer["num_aux_hidden_states"] == 5
+    assert (layer["sliding_window"], layer["layer_types"]) == (24, ["sliding_attention"])
+    assert layer["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+    read = read_draft(tmp_path / "out", tiny.reference.config).config
+    assert read == read_draft(hf, tiny.reference.config).config and read.sliding_window == 24
+    assert not [f for f in check_folder(tmp_path / "out", "vllm") if not f.warning]
+    path = tmp_path / "out" / "config.json"
+    raw = json.loads(path.read_text())
+    for count, said in (
+        (None, "5 layers are captured, but vLLM builds fc for 3"),
+        (3, "num_aux_hidden_states is 3, but"),
+    ):
+        raw["transformer_layer_config"]["num_aux_hidden_states"] = count
+        path.write_text(json.dumps(raw))
+        assert said in " ".join(f.found for f in check_folder(tmp_path / "out", "vllm") if not f.warning)
 
 
 def _first(tensors: dict[str, Tensor], suffix: str) -> Tensor:

@@ -256,6 +256,9 @@ OTHERS: dict[str, tuple[str, Break, str, str]] = {
     "fp8 values": (
         "dflash", lambda t, c: (eight_bits(t, "layers.0.self_attn.v_proj"), c), "qkv", "SGLang silently loads the codes"
     ),
+    "fp8 gate": (
+        "dflash", lambda t, c: (eight_bits(t, "layers.0.mlp.gate_proj"), c), "served", "leaves the common scale"
+    ),
     "no mask token": (
         "dflash", lambda t, c: (t, {**c, "dflash_config": {"target_layer_ids": [1, 5]}}), "config", "mask_token_id"
     ),
@@ -295,6 +298,7 @@ def test_which_engines_compute_a_block_draft(tmp_path: Path, base: Path) -> None
         "window": ("dflash", attends(False, 4), {"sglang", "trtllm"}),
         "causal window, dspark": ("dspark", attends(True, 3), {"trtllm"}),
         "gated": ("dspark", gated, {"vllm", "trtllm"}),
+        "partial rotation": ("dflash", lambda t, c: (t, {**c, "partial_rotary_factor": 0.5}), {"sglang"}),
     }
     for name, (kind, change, lost) in expected.items():
         findings = check_folder(write(tmp_path / name, *change(*other(kind))), base=base)

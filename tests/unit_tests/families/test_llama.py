@@ -106,6 +106,8 @@ def test_ids_and_defaults() -> None:
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "already quantised"),
+        ({"quantization_config": {"quant_algo": "FP8"}}, "already quantised .*unknown method"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "already quantised .*compressed-tensors"),
     ],
 )
 def test_unsupported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -52,7 +52,7 @@ def test_chat_files_keep_everything_but_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([], "holds no prompt"),
+        ([], "contains no prompts"),
         (["{"], "line 1: malformed JSON"),
         (["[1]"], "line 1: found a JSON list"),
         ([{"turns": []}], "line 1: found turns"),

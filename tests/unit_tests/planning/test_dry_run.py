@@ -136,14 +136,26 @@ def test_work_equals_published_figures() -> None:
     )
 
 
+def test_a_head_shared_with_the_base_has_no_weight_gradient() -> None:
+    head, heads = 2.0 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size, 3
+    eagle1 = presets.eagle_config(LLAMA_8B, "eagle1")
+    linears = 2.0 * sum(draft_parameters(eagle1))
+    scores = 4.0 * LLAMA_8B.num_attention_heads * LLAMA_8B.head_dim * 4096 / 2
+    found = flops_per_token(LLAMA_8B, eagle1, 4096, 2)["draft"]
+    assert found == pytest.approx(2 * (3 * (linears + scores) + 2 * head), rel=1e-9)
+    medusa = presets.medusa_config(LLAMA_8B, heads, share_base_head=True)
+    found = flops_per_token(LLAMA_8B, medusa, 4096, heads)["draft"]
+    assert found == pytest.approx(3 * 2.0 * sum(draft_parameters(medusa)) + heads * 2 * head, rel=1e-9)
+
+
 def test_a_draft_from_transformer_engine(folder: str) -> None:
     def planned(**fields: Any) -> str:
         train = TrainConfig(bf16=True, global_batch_size=8)
         return plan(FinetuneRun(load=folder, train=train, dry_run=True, **fields))
 
     text = planned(draft_transformer_impl="transformer_engine", draft_fp8_recipe="blockwise")
-    assert "draft_fused      off: --draft-transformer-impl transformer_engine builds the draft" in text
-    assert "draft_fused      on" in planned()
+    assert "draft_fused       off: --draft-transformer-impl transformer_engine builds the draft" in text
+    assert "draft_fused       on" in planned()
     with pytest.raises(UserError, match="Blackwell"):
         planned(draft_transformer_impl="transformer_engine", draft_fp8_recipe="mxfp8")
     with pytest.raises(UserError, match="add --draft-transformer-impl"):

@@ -22,6 +22,7 @@ def test_the_pages_show_the_table() -> None:
         ("base_fp8", {"expert_model_parallel_size": 2}, "are dense"),
         ("quantize", {"context_parallel_size": 2}, "trains under any layout"),
         ("finetune", {"num_layers_per_virtual_pipeline_stage": 2}, "that were trained with it can be loaded"),
+        ("decode", {"num_virtual_stages_per_pipeline_rank": 0}, "--num-virtual-stages-per-pipeline-rank: the inter"),
     ],
 )
 def test_refuses_what_the_table_refuses(row: str, values: dict[str, int], message: str) -> None:

@@ -64,7 +64,8 @@ def vocabulary(size: int = D) -> DraftVocab:
 
 def draft_config(reference: BaseReference, size: int = D, **overrides: Any) -> EagleConfig:
     """A draft with a reduced vocabulary and small first features, so that fed-back ones widen the ranges."""
-    return eagle_config(reference.config, overrides={"draft_vocab_size": size, "fc_init": "average", **overrides})
+    first = {} if "hidden_size" in overrides else {"fc_init": "average"}
+    return eagle_config(reference.config, overrides={"draft_vocab_size": size, **first, **overrides})
 
 
 def make(folder: str | Path, world: World, size: int = D, dtype: torch.dtype = torch.float32, **overrides: Any) -> Tiny:

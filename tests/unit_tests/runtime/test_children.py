@@ -1,4 +1,4 @@
-"""Child processes end with a killed parent, so readers of its output see the end of file."""
+"""Child processes end with a killed parent, so readers of its output see the end of file; signals do not end them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ MANAGER = """
 with managers_end_with_parent():
     manager = multiprocessing.get_context("spawn").Manager()
 manager.Queue().put(1)
+"""
+STOPPED = """
+with managers_end_with_parent():
+    manager = multiprocessing.get_context("spawn").Manager()
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+signal.signal(signal.SIGUSR1, lambda *_: stopped.append(True))
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    os.killpg(0, number)
+queue = manager.Queue()
+queue.put(1)
+assert queue.get() == 1 and len(stopped) == 2, stopped
 """
 POOL = """
 found = ordered_map(Work, (), itertools.count(), 2)
@@ -36,9 +48,9 @@ class Work:
         return 2 * x
 
 
-@pytest.mark.parametrize("body", [MANAGER, POOL], ids=["manager", "pool"])
+@pytest.mark.parametrize("body", [MANAGER, STOPPED, POOL], ids=["manager", "manager after a signal", "pool"])
 def test_output_ends_with_a_killed_parent(body: str) -> None:
     program = PROGRAM.replace("{body}", body.strip().replace("\n", "\n    "))
     # capture_output waits until the last process that holds the pipes is gone
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, start_new_session=True)
     assert done.returncode == -signal.SIGKILL, done.stderr

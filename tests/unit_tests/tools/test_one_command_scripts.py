@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from tests.functional_tests.script_helpers import make_base, succeed, write_conv
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "examples" / "post_training"
 STAND_IN = """#!/bin/bash
-[ "$1" = -c ] && exit 0 # the question whether torch sees a GPU
+if [ "$1" = -c ]; then # the question whether torch sees a GPU, or flags to be checked
+  [ -z "${CHECKS:-}" ] || [[ $2 != *parse_args* ]] || exec "$CHECKS" "$@"
+  exit 0
+fi
 printf '%q ' "$@" >> "$STARTED"; echo >> "$STARTED"
 """
 ALGORITHMS = {
@@ -78,6 +82,9 @@ def test_every_algorithm(start: Any, tmp_path: Path, algorithm: str) -> None:
         "convert_model", "finetune", "export", "validate", "quantize", "finetune", "export", "validate"
     ]  # fmt: skip
     assert kind(started[0][1]) == asked and started[4][1].policy == policy
+    code, said, started = start("train_eagle3_and_export.sh", *chain, "--draft_len", "3")
+    served = 3 if algorithm in ("eagle3", "eagle3.1", "p-eagle", "dflash", "dspark") else None  # export.py refuses more
+    assert [run.max_draft_len for name, run in started if name == "export"] == [served] * 2, said
     assert f"python {SCRIPTS.parents[1]}/tools/prepare_conversations.py mt_bench" in said
 
 
@@ -100,7 +107,12 @@ def test_a_folder_keeps_its_draft(start: Any, tmp_path: Path) -> None:
     )
     for words in changed:
         code, said, started = start(*arguments, *words)
-        assert code == 2 and not started and "was made with other options: choose another --output_dir" in said
+        assert (
+            code == 2
+            and not started
+            and "was made with other options (recorded " in said
+            and "): choose another --output_dir" in said
+        )
     (tmp_path / "out" / "draft.options").unlink()
     assert "--eagle_config and --draft_vocab do nothing" in start(*arguments, *changed[2])[1]
     code, said, started = start(*arguments)
@@ -118,7 +130,8 @@ def test_chain_validates_again_with_other_settings(start: Any, tmp_path: Path) -
     assert code == 0 and [name for name, _ in started] == ["export", "validate"] * 2
     assert {run.max_draft_len for name, run in started if name == "export"} == {5}
     code, said, started = start(*chain, "--lr", "1e-3")
-    assert code == 2 and not started and "holds a run with other options" in said
+    assert code == 2 and not started
+    assert "holds a run with other options (recorded lr=1e-4, given lr=1e-3): choose" in said
     asked = tmp_path / "asked.jsonl"
     for text in ("one", "two"):
         asked.write_text(text)
@@ -127,6 +140,33 @@ def test_chain_validates_again_with_other_settings(start: Any, tmp_path: Path) -
     (tmp_path / "train.jsonl").write_text("{}\n")
     code, said, started = start(*chain, "--heldout", str(asked))
     assert code == 2 and not started and "holds a run with other options" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--loss", "l2"), "finetune.py: error: argument --loss: invalid choice: 'l2'"),
+        (("--step_decay", "2"), "step_decay must be in (0, 1], found 2.0"),
+        (("--beta2", "1"), "adam_beta2 must be in [0, 1), found 1.0"),
+        (("--lr", "0"), "lr must be positive, found 0.0"),
+        (("--temperature", "1e400"), "generate.py: error: argument --temperature: must be finite"),
+        (("--seq_length", "300"), "--seq_length 300: the base has 256 positions"),
+        (("--algorithm", "medusa", "--draft_len", "5"), "this medusa draft proposes at most 4 tokens"),
+        (("--algorithm", "p-eagle", "--draft_len", "8"), "this p-eagle draft proposes at most 7 tokens"),
+    ],
+)
+def test_values_are_refused_before_anything_is_generated(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], expected: str
+) -> None:
+    """And before the options are recorded: the next command may give others."""
+    monkeypatch.setenv("CHECKS", sys.executable)
+    (tmp_path / "base" / "config.json").write_text('{"max_position_embeddings": 256}')
+    length = () if "--seq_length" in words else ("--seq_length", "256")
+    chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--output", "new", *length)
+    data = "" if "--temperature" in words else "train.jsonl"
+    code, said, started = start(*chain, *words, data=data)
+    assert code == 2 and not started and expected in said and "Traceback" not in said, said
+    assert not (tmp_path / "new").exists()
 
 
 def test_short_recipe(start: Any, tmp_path: Path) -> None:

@@ -51,10 +51,10 @@ def test_rows_outside_the_draft_vocabulary_are_reported(caplog: pytest.LogCaptur
     zeros = torch.zeros(2)
     some = DraftLosses(torch.tensor(1.0), zeros, zeros, zeros, rows_T, torch.tensor(3))
     assert pack(some)[4].tolist() == [3, 0] and pack(dataclasses.replace(some, counted=None))[4].tolist() == [10, 0]
-    warn_uncounted(10, 5, "iteration 1")
+    assert not warn_uncounted(10, 5, "iteration 1")
     assert caplog.text == ""
-    warn_uncounted(10, 0, "iteration 2")
-    assert "0.0 % of 10 supervised rows count at iteration 2" in caplog.text
+    assert warn_uncounted(10, 0, "iteration 2")
+    assert "only 0.0 % of 10 supervised rows count in the loss at iteration 2" in caplog.text
 
 
 def test_resumed_log_drops_unsaved_steps(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_progress_line() -> None:
         "lr": 1e-4, "grad_norm": 0.3, "tokens_per_second": 1000.0,
     }  # fmt: skip
     line = Progress(10, 0).line(metrics)
-    assert "step 5/10" in line and "accuracy % [50 25]" in line and "predicted AL 1.62" in line
+    assert "step 5/10" in line and "accuracy % [50 25]" in line and "predicted acceptance length 1.62" in line
 
 
 def test_the_speed_of_the_last_step_counts_its_features() -> None:
