@@ -167,8 +167,9 @@ def test_documents_longer_than_the_base_reads_are_refused() -> None:
 
 
 def test_arguments_of_another_class_are_named() -> None:
-    draft = build_draft(eagle_config(), draft_vocab(eagle_config()), distributed.initialize(), torch.float32)
-    model = api.SpecModel(SimpleNamespace(world=None), draft, draft.vocab, None)  # type: ignore[arg-type]
+    world = distributed.initialize()
+    draft = build_draft(eagle_config(), draft_vocab(eagle_config()), world, torch.float32)
+    model = api.SpecModel(SimpleNamespace(world=world), draft, draft.vocab, None)  # type: ignore[arg-type]
     wrapped = nn.Sequential(draft)
     for act, said in (
         (lambda: model([torch.zeros(1)]), "micro-batch: found a Tensor, expected Batch"),
