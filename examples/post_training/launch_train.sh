@@ -26,6 +26,7 @@ options (defaults in brackets):
                        DIR/run/best keeps the best [runs/mt_bench.jsonl, if it exists and --data is given]
   --eval_interval N    [200]
 Everything after -- is passed to finetune.py unchanged, for example: -- --lr 2e-4 --seq-length 4096 --packing
+PYTHON in the environment is the interpreter [.venv/bin/python of the repository, if it exists; else python3]
 END
 }
 

@@ -27,6 +27,12 @@ def check_seq_length(seq_length: int, base: BaseConfig) -> None:
         raise UserError(f"--seq-length {seq_length} must be between 1 and the base's max_position_embeddings {longest}")
 
 
+def check_steps(objective: ObjectiveConfig, seq_length: int) -> None:
+    """Raise UserError for more draft steps than a row has tokens."""
+    if objective.ttt_steps > seq_length:
+        raise UserError(f"--ttt-steps {objective.ttt_steps}: rows have at most {seq_length} tokens (--seq-length)")
+
+
 def check_base_shapes(run: ScriptRun, base: BaseConfig) -> None:
     """Raise UserError if Megatron-LM's flags describe another architecture than the base's."""
     wrong = []
@@ -52,6 +58,7 @@ def check_training(
     check_parallel(base, run.parallel)
     layouts.check_draft_parallel(draft, run.parallel)
     check_seq_length(seq_length, base)
+    check_steps(objective, seq_length)
     run.check_features()
     if run.evaluation.interval:
         layouts.check("decode", run.parallel)

@@ -70,11 +70,17 @@ def make_loader(run: FinetuneRun, dataset: Dataset, world: World) -> BatchLoader
 
 def with_steps(run: FinetuneRun, rows: int) -> TrainConfig:
     """The training loop with the steps of its epochs; the last step may extend into the next epoch."""
-    if run.train_epochs is None:
-        return run.train
-    steps = -(-rows * run.train_epochs // run.train.global_batch_size)
-    log.info("epochs: %d of %d rows, %d a step: %d steps", run.train_epochs, rows, run.train.global_batch_size, steps)
-    return run.train.replace(train_iters=steps)
+    train = run.train
+    if run.train_epochs is not None:
+        steps = -(-rows * run.train_epochs // train.global_batch_size)
+        log.info("epochs: %d of %d rows, %d a step: %d steps", run.train_epochs, rows, train.global_batch_size, steps)
+        train = train.replace(train_iters=steps)
+    if train.lr_warmup_iters >= train.train_iters:
+        log.info(
+            "--lr-warmup-iters %d: the run ends after %d steps, so it never reaches --lr", train.lr_warmup_iters,
+            train.train_iters,
+        )  # fmt: skip
+    return train
 
 
 def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world: World) -> FeatureSource:

@@ -13,7 +13,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.build import load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, locked, read_spec, resolve
-from megatron_spec.commands.checks import check_base_shapes, check_seq_length
+from megatron_spec.commands.checks import check_base_shapes, check_seq_length, check_steps
 from megatron_spec.commands.data import check_file, open_dataset, tokenizer_folder
 from megatron_spec.commands.runs import QuantizeRun, settings_of, takes
 from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError, presets, suggest
@@ -201,6 +201,7 @@ def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> Objecti
     check_parallel(spec.base.config, run.parallel)
     te.check(run.layers, platform.machine())
     check_seq_length(run.seq_length, spec.base.config)
+    check_steps(objective, run.seq_length)
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     resolve_paths(spec, run.parallel, dtype, plain=run.plain, draft_impl=run.draft_transformer_impl)
     return objective

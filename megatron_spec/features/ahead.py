@@ -109,7 +109,9 @@ class FeaturesAhead:
     def _fill(self) -> None:
         chosen: list[Batch] = []
         for _ in range(self.ahead):
-            chosen += self._round() or []
+            if (batches := self._round()) is None:  # after the last step: --features-ahead may be any number
+                break
+            chosen += batches
         if chosen:
             self._ready.extend(self.source.features(chosen, self._following()))
 

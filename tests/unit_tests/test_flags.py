@@ -16,7 +16,7 @@ import pytest
 from megatron_spec import cli
 from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, recorded_objective
 from megatron_spec.commands import runs
-from megatron_spec.commands.checks import check_base_shapes
+from megatron_spec.commands.checks import check_base_shapes, check_steps
 from megatron_spec.config import (
     Config,
     DecodeConfig,
@@ -294,6 +294,17 @@ def eagle_objective(algorithm: str = "eagle3", **fields: Any) -> ObjectiveConfig
     return presets.objective_for(presets.eagle_config(BASE, algorithm), ObjectiveConfig(**fields))
 
 
+@pytest.mark.parametrize("length", [{"train_iters": 5}, {"train_epochs": 2}])
+def test_a_warm_up_longer_than_the_run_is_named(length: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+    from megatron_spec.commands.finetune import with_steps
+
+    flags = [x for name, value in length.items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    words = ["--load", "d", "--save", "s", "--lr-warmup-iters", "5", *flags]
+    with caplog.at_level("INFO"):
+        assert with_steps(cli.Parser("test", runs.FinetuneRun).parse_args(words).run, rows=20).train_iters == 5
+    assert "--lr-warmup-iters 5: the run ends after 5 steps, so it never reaches --lr" in caplog.text
+
+
 def test_settings_without_effect_are_refused() -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: QuantConfig(percentile=99.0), "percentile 99.0 does nothing with calibration 'max'"),
@@ -325,6 +336,8 @@ def test_settings_without_effect_are_refused() -> None:
         (lambda: eagle_objective(step_weights="d-pace", step_decay=0.8), "--step-decay: no effect with --step-wei"),
         (lambda: eagle_objective(step_weights="d-pace", step_decay=0.5), "--step-decay: no effect with --step-wei"),
         (lambda: eagle_objective("eagle1", step_weights="d-pace"), "the draft is eagle1"),
+        (lambda: runs.GenerateRun(None, "o", base="b", synthesize=10**10), "--synthesize must be at most 1000000000"),
+        (lambda: check_steps(ObjectiveConfig(ttt_steps=65), 64), "--ttt-steps 65: rows have at most 64 tokens"),
         (lambda: check_undrafted(DecodeConfig(max_draft_len=4)), "--max-draft-len needs a draft"),
         (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(in_vocab_only=False)),
          "--no-in-vocab-only: this draft has the whole vocabulary"),

@@ -69,7 +69,7 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     """Use the first N prompts (default: all)."""
     decode: DecodeConfig = group(DecodeConfig)
     """Decoding."""
-    synthesize: int | None = option(None, "N", least=1)
+    synthesize: int | None = option(None, "N", least=1, most=10**9)
     """Have the base write N questions (kept in OUTPUT.questions.jsonl) and answer them; with --data, besides the
     prompts."""
     question_temperature: float | None = option(None, "T", least=0)

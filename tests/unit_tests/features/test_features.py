@@ -235,6 +235,7 @@ class Started(Recorded):
     (1, 4, [[0, 1, 2, 3], [4, 5]]),
     (2, 0, [[0, 1, 2, 3, 4, 5]]),
     (2, 2, [[0, 1, 2, 3], [4, 5]]),
+    (2, 1 << 62, [[0, 1, 2, 3, 4, 5]]),
 ])  # fmt: skip
 def test_groups_span_steps_and_run_lazily(pp_size: int, ahead: int, expected: list[list[int]]) -> None:
     from megatron_spec.features.ahead import FeaturesAhead
