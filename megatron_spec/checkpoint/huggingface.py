@@ -23,11 +23,13 @@ from megatron_spec.runtime.files import read_object
 
 log = logging.getLogger(__name__)
 
-_INDEX = "model.safetensors.index.json"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_CHUNK_ROWS = 8192
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of the folder. Raises UserError when there are none or one of the index is missing."""
+    single = folder / _SINGLE
     if (folder / _INDEX).is_file():
         weight_map = read_object(folder / _INDEX, {"weight_map": dict}, ("weight_map",))["weight_map"]
         wrong = [tensor for tensor, name in weight_map.items() if not (isinstance(name, str) and name)]
@@ -35,6 +37,9 @@ def weight_files(folder: Path) -> list[Path]:
             what = f"names no file for {wrong[0]}" if wrong else "is empty"
             raise UserError(f"{folder / _INDEX}: weight_map {what}, expected the file of every tensor; copy it again")
         names = sorted(set(weight_map.values()))
+        if single.is_file() and _SINGLE not in names:
+            log.warning("%s and %s: of two sets of weights, %s is read, as by transformers", single, _INDEX, _SINGLE)
+            return [single]
         bad = [name for name in names if Path(name).name != name]
         if bad:
             raise UserError(f"{folder / _INDEX}: names files outside its folder: {bad}")
@@ -42,11 +47,11 @@ def weight_files(folder: Path) -> list[Path]:
         if missing:
             raise UserError(f"{folder}: missing {', '.join(missing)}, named in {_INDEX}; copy the folder again")
         return [folder / name for name in names]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+    if single.is_file():
+        return [single]
     others = sorted(p.name for p in folder.glob("*.bin"))
     hint = f" (found {others[0]}: convert it to safetensors first)" if others else ""
-    raise UserError(f"{folder}: expected model.safetensors or {_INDEX}{hint}")
+    raise UserError(f"{folder}: expected {_SINGLE} or {_INDEX}{hint}")
 
 
 class HuggingFaceWeights:
@@ -91,6 +96,25 @@ class HuggingFaceWeights:
         """Raise UserError naming every missing tensor, unexpected tensor and wrong shape."""
         expected = {name: shape for rule in rules for name, shape in hf_shapes(rule).items()}
         self.check_names(expected, lambda name: is_ignorable(name, config))
+        self._check_tied(config)
+
+    def _check_tied(self, config: BaseConfig) -> None:
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if config.tie_word_embeddings and head in self.names and not self.same(head, embedding, config.vocab_size):
+            raise UserError(
+                f"{self.folder}: {head} is not a copy of {embedding}, which config.json expects with "
+                "tie_word_embeddings true: set it to false to use this head, or remove the tensor"
+            )
+
+    def same(self, one: str, other: str, rows: int) -> bool:
+        """True if two matrices of so many rows are equal."""
+        if self.shape(one) != self.shape(other):
+            return False
+        for start in range(0, rows, _CHUNK_ROWS):
+            stop = min(start + _CHUNK_ROWS, rows)
+            if not torch.equal(self.read(one, 0, start, stop), self.read(other, 0, start, stop)):
+                return False
+        return True
 
     def check_names(self, expected: dict[str, tuple[int, ...]], ignorable: Callable[[str], bool]) -> None:
         """`check` against names and shapes; other tensors must be `ignorable`."""

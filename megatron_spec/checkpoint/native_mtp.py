@@ -14,8 +14,6 @@ from megatron_spec.runtime.distributed import World
 _ENDS = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 """Tensors of the module that must be copies of the base's: the draft uses these."""
 
-CHUNK_ROWS = 8192
-
 
 def check_own_module(folder: Path, config: EagleConfig, shapes: dict[str, tuple[int, ...]]) -> None:
     """Check that the base's folder has the module of `presets.own_mtp_config`. Reads names, shapes and its ends.
@@ -36,7 +34,7 @@ def check_own_module(folder: Path, config: EagleConfig, shapes: dict[str, tuple[
         ends_here = {prefix + own: base for own, base in _ENDS.items() if prefix + own in weights.names}
         weights.check_names(shapes, lambda name: not name.startswith(prefix) or name in ends_here)
         for own, base in ends_here.items():
-            if base in weights.names and not _same(weights, own, base, config.vocab_size):
+            if base in weights.names and not weights.same(own, base, config.vocab_size):
                 raise UserError(
                     f"{folder}: {own} is not a copy of {base}: a prediction module with an embedding or a head of its "
                     "own is not supported; leave --mtp-from-base out"
@@ -59,11 +57,3 @@ def load_own_module(draft: Draft, folder: Path, world: World) -> None:
             size = parameter.shape[dim]
             start = world.tp_rank * size if sharded else 0
             parameter.copy_(weights.read(name, dim, start, start + size))
-
-
-def _same(weights: HuggingFaceWeights, one: str, other: str, rows: int) -> bool:
-    for start in range(0, rows, CHUNK_ROWS):
-        stop = min(start + CHUNK_ROWS, rows)
-        if not torch.equal(weights.read(one, 0, start, stop), weights.read(other, 0, start, stop)):
-            return False
-    return True

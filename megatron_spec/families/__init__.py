@@ -59,7 +59,7 @@ def parse_base_config(raw: dict[str, object], where: str) -> BaseConfig:
 
     Raises UserError for an unknown architecture, a missing field, or a feature that is not supported.
     """
-    raw = check_config(raw, where)
+    original, raw = raw, check_config(raw, where)
     architectures = raw.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if name in REFUSED:
@@ -71,7 +71,9 @@ def parse_base_config(raw: dict[str, object], where: str) -> BaseConfig:
             f"{where}: found architectures {architectures!r}, which is not supported as a base{hint}; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    return parse(BY_ARCHITECTURE[name], raw, where)
+    family = BY_ARCHITECTURE[name]
+    absent = {"model_type": family.name, **family.absent}
+    return parse(family, {**{key: value for key, value in absent.items() if key not in original}, **raw}, where)
 
 
 def read_base_config(folder: str | Path) -> BaseConfig:

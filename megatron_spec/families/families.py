@@ -7,11 +7,11 @@ keep their order on import; DeepSeek rotates adjacent pairs (`MlaConfig.interlea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_spec.config import BaseConfig, MlaConfig, MoeConfig, UserError
-from megatron_spec.config.rope import mscale, rope_values
+from megatron_spec.config.rope import mscale, read_rope, rope_values
 from megatron_spec.families import fields
 
 Raw = dict[str, Any]
@@ -48,6 +48,9 @@ class Family:
         models: models of this architecture, for docs/families.md.
         extra: (config.json, its source for errors) -> arguments of BaseConfig in addition to the common ones.
         naming: names of its tensors.
+        absent: values of keys that a config.json lacks, as in transformers, where they are not those of `fields`.
+        partial: rotates part of a head with `partial_rotary_factor`.
+        ropes: supported types of its rotary embedding; empty: all.
         quantized: quant_method of weights that are dequantised on import, besides block-wise fp8, which every family
             supports.
     """
@@ -57,6 +60,9 @@ class Family:
     models: str
     extra: Callable[[Raw, str], Raw]
     naming: Naming = Naming()
+    absent: Raw = field(default_factory=dict)
+    partial: bool = False
+    ropes: tuple[str, ...] = ()
     quantized: str = ""
 
 
@@ -66,10 +72,10 @@ def _window_everywhere(raw: Raw) -> Raw:
     )  # fmt: skip
 
 
-def _window_by_type(raw: Raw, default: tuple[int, ...]) -> Raw:
+def _window_by_type(raw: Raw, default: tuple[int, ...], where: str) -> Raw:
     """Window of the layers with sliding attention in layer_types (transformers 5); without it, of `default`."""
-    kinds = raw.get("layer_types")
-    layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention") if kinds else default
+    found = fields.sliding_layers(raw, where)
+    layers = default if found is None else found
     return fields.window(raw.get("sliding_window"), layers, raw.get("max_position_embeddings", 2048))
 
 
@@ -88,11 +94,10 @@ def _phi3(raw: Raw, where: str) -> Raw:
 
 
 def _qwen2(raw: Raw, where: str) -> Raw:
-    extra: Raw = {"qkv_bias": True}
-    if raw.get("use_sliding_window"):
-        begin = raw.get("max_window_layers", 28)
-        extra |= _window_by_type(raw, tuple(range(begin, raw["num_hidden_layers"])))
-    return extra
+    begin = raw.get("max_window_layers", 28)
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    late = tuple(range(begin, raw["num_hidden_layers"]))
+    return {"qkv_bias": True, **_window_by_type({**raw, "sliding_window": window}, late, where)}
 
 
 def _qwen3(raw: Raw, where: str) -> Raw:
@@ -128,6 +133,13 @@ def _qwen3_moe(raw: Raw, where: str) -> Raw:
     return found
 
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+"""Rotary embedding of a gpt-oss config.json without one, as in transformers."""
+
+
 def _gpt_oss(raw: Raw, where: str) -> Raw:
     fields.require(raw, ("num_local_experts", "num_experts_per_tok", "head_dim"), where)
     moe = MoeConfig(
@@ -136,9 +148,10 @@ def _gpt_oss(raw: Raw, where: str) -> Raw:
         clamp=float(raw.get("swiglu_limit", 7.0)), alpha=float(raw.get("swiglu_alpha", 1.702)),
     )  # fmt: skip
     every_second = tuple(range(0, raw["num_hidden_layers"], 2))
+    rope = {} if fields.has_rope(raw) else {"rope": read_rope({**raw, "rope_parameters": _GPT_OSS_ROPE}, where)}
     return {
-        **_window_by_type(raw, every_second), "moe": moe, "attention_bias": bool(raw.get("attention_bias", True)),
-        "attention_sinks": True,
+        **_window_by_type(raw, every_second, where), **rope, "moe": moe, "attention_sinks": True,
+        "attention_bias": bool(raw.get("attention_bias", True)),
     }  # fmt: skip
 
 
@@ -176,22 +189,44 @@ def _deepseek_v3(raw: Raw, where: str) -> Raw:
     }  # fmt: skip
 
 
+_QWEN: Raw = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
+
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", "Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2", _llama),
-    Family("mistral", "MistralForCausalLM", "Mistral 7B, Nemo, Small", _mistral),
-    Family("phi3", "Phi3ForCausalLM", "Phi-3, Phi-3.5, Phi-4", _phi3, Naming(fused=True)),
-    Family("qwen2", "Qwen2ForCausalLM", "Qwen 1.5, 2, 2.5", _qwen2),
-    Family("qwen3", "Qwen3ForCausalLM", "Qwen3", _qwen3),
+    Family(
+        "mistral", "MistralForCausalLM", "Mistral 7B, Nemo, Small", _mistral,
+        absent={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
+    Family(
+        "phi3", "Phi3ForCausalLM", "Phi-3, Phi-3.5, Phi-4", _phi3, Naming(fused=True), partial=True,
+        ropes=("default", "longrope"),
+        absent={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    ),
+    Family("qwen2", "Qwen2ForCausalLM", "Qwen 1.5, 2, 2.5", _qwen2, absent=_QWEN),
+    Family("qwen3", "Qwen3ForCausalLM", "Qwen3", _qwen3, absent=_QWEN),
     Family(
         "mixtral", "MixtralForCausalLM", "Mixtral 8x7B, 8x22B", _mixtral,
         Naming(moe="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        absent={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
     ),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3 30B-A3B, 235B-A22B", _qwen3_moe),
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3 30B-A3B, 235B-A22B", _qwen3_moe,
+        absent={**_QWEN, "num_key_value_heads": 4},
+    ),
     Family(
         "gpt_oss", "GptOssForCausalLM", "gpt-oss 20b, 120b", _gpt_oss, Naming(router="router", stacked=True),
         quantized="mxfp4",
+        absent={
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": 128,
+        },
     ),
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek-V3, R1 (fp8 or bf16)", _deepseek_v3),
+    Family(
+        "deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek-V3, R1 (fp8 or bf16)", _deepseek_v3,
+        absent={
+            "max_position_embeddings": 4096, "q_lora_rank": 1536, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
+            "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+        },
+    ),
 )  # fmt: skip
 
 REFUSED = {
@@ -229,4 +264,27 @@ def parse(family: Family, raw: Raw, where: str) -> BaseConfig:
             f"{where}: the base is already quantised (quantization_config, {method or 'unknown method'}); use the "
             "original in bf16"
         )
-    return BaseConfig(**{"family": family.name, **fields.common(raw, where), **family.extra(raw, where)})
+    fields.check_consistent(raw, family.name, [other.name for other in FAMILIES], where)
+    config = BaseConfig(**{"family": family.name, **fields.common(raw, where), **family.extra(raw, where)})
+    _check_rope(family, config, where)
+    return config
+
+
+def _check_rope(family: Family, config: BaseConfig, where: str) -> None:
+    """Raise UserError for rotary embeddings that this family does not have in transformers."""
+    rope, size = config.rope, config.mla.rope_head_dim if config.mla else config.head_dim
+    if rope.partial_rotary_factor != 1.0 and not family.partial:
+        raise UserError(
+            f"{where}: found partial_rotary_factor {rope.partial_rotary_factor}, but {family.architecture} rotates "
+            "whole heads: remove it"
+        )
+    if rope.rotary_dim(size) % 2 or not rope.rotary_dim(size):
+        raise UserError(
+            f"{where}: {rope.rotary_dim(size)} of {size} dimensions of a head are rotated, expected an even number of "
+            "at least 2: dimensions are rotated in pairs"
+        )
+    if family.ropes and rope.type not in family.ropes:
+        raise UserError(
+            f"{where}: rope type {rope.type!r} is not supported for {family.architecture}; supported: "
+            f"{', '.join(family.ropes)}"
+        )

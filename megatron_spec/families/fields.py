@@ -40,6 +40,49 @@ def window(size: int | None, layers: tuple[int, ...], positions: int) -> dict[st
     return {"window": size, "window_layers": layers}
 
 
+def sliding_layers(raw: dict[str, Any], where: str) -> tuple[int, ...] | None:
+    """Layers with sliding attention in layer_types; None without layer_types.
+
+    Raises UserError for other kinds of attention, another number of layers, and a missing window.
+    """
+    kinds, count = raw.get("layer_types"), raw["num_hidden_layers"]
+    if kinds is None:
+        return None
+    others = sorted({str(kind) for kind in kinds} - {"sliding_attention", "full_attention", "attention"})
+    if others:
+        raise UserError(
+            f"{where}: layer_types has {', '.join(others)}, which this family lacks; expected full_attention or "
+            "sliding_attention"
+        )
+    if len(kinds) != count:
+        raise UserError(f"{where}: layer_types has {len(kinds)} entries, expected one for each of {count} layers")
+    found = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    if found and raw.get("sliding_window") is None:
+        raise UserError(
+            f"{where}: layer_types has sliding_attention, but there is no window (sliding_window null or "
+            "use_sliding_window false); expected its size"
+        )
+    return found
+
+
+def has_rope(raw: dict[str, Any]) -> bool:
+    """True if a rotary embedding is described."""
+    return raw.get("rope_scaling") is not None or raw.get("rope_parameters") is not None
+
+
+def check_consistent(raw: dict[str, Any], family: str, families: list[str], where: str) -> None:
+    """Raise UserError for a model_type of another family, and for keys that change single layers or files."""
+    kind = raw.get("model_type")
+    if kind != family and kind in families:
+        raise UserError(
+            f"{where}: found model_type {kind!r} beside architectures {raw['architectures']}, which are another "
+            "family: correct the wrong one"
+        )
+    for name in ("per_layer_config", "transformers_weights"):
+        if raw.get(name):
+            raise UserError(f"{where}: {name} is not supported: every layer is the same, in the usual files; remove it")
+
+
 def all_layers(raw: dict[str, Any]) -> tuple[int, ...]:
     """Indices of all layers."""
     return tuple(range(raw["num_hidden_layers"]))
