@@ -50,7 +50,7 @@ def test_training_loop_of_the_docs(tmp_path: Path) -> None:
     """As printed on four ranks (TP 2 with SP x PP 2), and in one process: the same draft."""
     make_base(tmp_path / "base", num_hidden_layers=8)
     write_conversations(tmp_path / "train.jsonl", 6)
-    program = example("docs/scale.md", "A training loop of your own")
+    program = example("docs/scale.md", "Your own training loop")
     layout = next(line for line in program.splitlines() if line.startswith("LAYOUT = "))
     alone = program.replace(layout, "LAYOUT = ParallelConfig()").replace('"my_draft"', '"alone"')
     for name, text, processes in (("four.py", program, 4), ("one.py", alone, 0)):
@@ -74,7 +74,7 @@ def test_own_draft_of_the_docs(tmp_path: Path) -> None:
     make_base(tmp_path / "base", num_hidden_layers=8)
     write_conversations(tmp_path / "train.jsonl", 6)
     (tmp_path / "mine.py").write_text(example("docs/architecture.md", "Your own draft or loss"))
-    program = "from mine import MyDraft\n" + example("docs/scale.md", "A training loop of your own")
+    program = "from mine import MyDraft\n" + example("docs/scale.md", "Your own training loop")
     assert program.count("convert(base, ") == 1
     program = program.replace("convert(base, ", "convert(base, draft_class=MyDraft, drafts=")
     layout = next(line for line in program.splitlines() if line.startswith("LAYOUT = "))

@@ -217,8 +217,9 @@ def test_what_does_not_fit_from_the_base_is_named(caplog: pytest.LogCaptureFixtu
     base = {"mlp.gate_proj.weight": torch.rand(40, 16), "post_attention_layernorm.weight": torch.rand(16)}
     with caplog.at_level("INFO", logger="megatron_spec"):
         draft.initialize(StandInEnds(16, torch.float32), base, seed=1)
-    [said] = caplog.messages
-    assert said.endswith("the base's last layer has other shapes: midlayer.mlp.gate_proj.weight")
+    shapes, missing = caplog.messages
+    assert shapes.endswith("the base's last layer has other shapes: midlayer.mlp.gate_proj.weight")
+    assert missing.endswith("midlayer.mlp.up_proj.weight, midlayer.mlp.down_proj.weight")
 
 
 def test_init_attention_fills_the_feature_half() -> None:
