@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 from collections.abc import Callable
 
 import pytest
@@ -191,6 +192,11 @@ def kernels_of(name: str) -> set[str]:
     return {
         k for k, v in vars(module).items() if k.endswith("kernel") and getattr(v, "__module__", "") == module.__name__
     }
+
+
+def test_every_file_of_kernels_is_here() -> None:
+    folder = importlib.import_module("megatron_spec.ops.kernels").__path__
+    assert RUNS.keys() == {module.name for module in pkgutil.iter_modules(folder)}
 
 
 @pytest.mark.parametrize(("name", "capability"), [(n, c) for n in RUNS for c in ONLY.get(n, CAPABILITIES)])
