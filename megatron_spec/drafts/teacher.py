@@ -22,6 +22,7 @@ from megatron_spec.losses.vocab_parallel import (
     Teacher,
     argmax_and_lse,
     argmax_over_ranks,
+    kernel_largest,
     largest_over_ranks,
 )
 from megatron_spec.ops import backend
@@ -146,9 +147,12 @@ class TeacherHead:
             argmax_U: the base's argmax at these rows, if known; else it is computed.
         """
         weight = self.ends.head_weight[: self.valid]
-        if argmax_U is None and self.kernels is not None:
+        if self.kernels is not None:
+            state_UH = state_UH.to(weight.dtype)
+            if argmax_U is not None:
+                return self._with_known_argmax(state_UH, temperature, argmax_U)
             compute = self._with_kernel if self.group.size() == 1 else self._with_kernel_over_ranks
-            return compute(state_UH.to(weight.dtype), weight, temperature)
+            return compute(state_UH, weight, temperature)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         parts: list[tuple[Tensor, ...]] = []
         for logits, argmax in self._logits(state_UH, argmax_U):
@@ -156,10 +160,14 @@ class TeacherHead:
             parts.append((logits, lse, argmax, best))
         if not parts:
             return self._nothing(wide)
-        logits, lse, argmax, best = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
-        draft_id = self.draft_ids[argmax]
+        return self._labelled(*(torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True)))
+
+    def _labelled(self, logits_UD: Tensor, lse_U: Tensor, argmax_U: Tensor, best_U: Tensor) -> Teacher:
+        """From the base's argmax, and the draft id of the largest logit of the draft vocabulary."""
+        draft_id = self.draft_ids[argmax_U]
         inside = draft_id >= 0
-        return Teacher(logits, lse, argmax, torch.where(inside, draft_id, best), inside, self.share.start, self.columns)
+        label = torch.where(inside, draft_id, best_U)
+        return Teacher(logits_UD, lse_U, argmax_U, label, inside, self.share.start, self.columns)
 
     def _logits(self, state_UH: Tensor, argmax_U: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Chunks of (logits of this rank's draft shard [u, D / TP], argmax over the whole vocabulary [u])."""
@@ -171,6 +179,17 @@ class TeacherHead:
         chunk = _chunk_rows(rows, self.columns)
         for state, argmax in zip(state_UH.to(rows.dtype).split(chunk), argmax_U.split(chunk), strict=True):
             yield F.linear(state, rows), argmax.to(rows.device)
+
+    def _with_known_argmax(self, state_UH: Tensor, temperature: float, argmax_U: Tensor) -> Teacher:
+        """Only the logits of the draft vocabulary are computed."""
+        rows, chunk = self.draft_rows(), self._chunk(len(state_UH), self.columns)
+        logits = torch.empty(len(state_UH), len(rows), dtype=rows.dtype, device=rows.device)
+        found = []
+        for state, out in zip(state_UH.split(chunk), logits.split(chunk), strict=True):
+            known = self._product(state, rows, temperature, out)
+            found.append(kernel_largest(out, self.share.start, temperature, self.group, self.kernels, known))
+        lse, best = (torch.cat(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True))
+        return self._labelled(logits, lse, argmax_U.to(best.device), best)
 
     def _with_kernel_over_ranks(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
         """The head in shards: each rank's largest logits and log-sum-exp, and one exchange of all rows.

@@ -47,8 +47,10 @@ def pace_weights(q_PT: Tensor, supervised_PT: Tensor, alpha: float) -> Tensor:
     Args:
         q_PT: the draft's probability of the label token, without gradient.
     """
-    prefix = ((1 - alpha) * q_PT + alpha).cumprod(1) * supervised_PT
-    return prefix.flip(1).cumsum(1).flip(1) * supervised_PT
+    # steps first: a GPU scans few columns per row slowly
+    supervised_TP = supervised_PT.t().contiguous()
+    prefix_TP = ((1 - alpha) * q_PT.t().contiguous() + alpha).cumprod(0) * supervised_TP
+    return (prefix_TP.flip(0).cumsum(0).flip(0) * supervised_TP).t()
 
 
 def label_probabilities(

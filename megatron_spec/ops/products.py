@@ -43,6 +43,17 @@ def add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
         target += a @ b
 
 
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32 (fp64 for fp64), with sums of the same precision."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.is_cuda and wide != a.dtype and hasattr(torch.ops.aten.mm, "dtype"):
+        found: Tensor = torch.ops.aten.mm.dtype(a, b, wide)
+        return found
+    total = a.new_zeros(len(a), b.shape[1], dtype=wide)
+    add_product(total, a, b)
+    return total
+
+
 class GradientSums:
     """Destinations of the weight gradients of one backward pass: `main_grad` if present, else new fp32 tensors."""
 

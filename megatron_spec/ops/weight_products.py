@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_spec.ops.fp8 import Fp8Matrix, padded
-from megatron_spec.ops.products import add_product
+from megatron_spec.ops.products import add_product, wide_product
 from megatron_spec.planning.unroll_memory import ROWS_AT_ONCE
 
 
@@ -86,17 +86,22 @@ class _WeightGradient:
     """Summed in fp32 (fp64 for fp64)."""
 
     def __init__(self, x_RH: Tensor, weight_OH: Tensor) -> None:
-        wide = torch.promote_types(weight_OH.dtype, torch.float32)
-        self.x, self.end, self.total = x_RH, 0, torch.zeros_like(weight_OH, dtype=wide)
+        self.x, self.weight, self.end = x_RH, weight_OH, 0
+        self.total: Tensor | None = None
 
     def add(self, d_RO: Tensor) -> None:
         """See `WeightGradient`."""
-        add_product(self.total, d_RO.t(), self.x[self.end : self.end + len(d_RO)])
+        x = self.x[self.end : self.end + len(d_RO)]
         self.end += len(d_RO)
+        if self.total is None:
+            self.total = wide_product(d_RO.t(), x)
+        else:
+            add_product(self.total, d_RO.t(), x)
 
     def result(self) -> Tensor:
         """See `WeightGradient`."""
-        return self.total
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        return torch.zeros_like(self.weight, dtype=wide) if self.total is None else self.total
 
 
 class _Fp8WeightGradient:

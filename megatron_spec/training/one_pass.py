@@ -28,6 +28,13 @@ class OnePass:
         self.optimizer, self.kernels = optimizer, kernels
         self._counts: dict[int, tuple[Tensor, int]] = {}
         """Steps done, of states in which they are on the device: {group: (that tensor, its value)}."""
+        self._prepared: list[dict[int, Tensor]] | None = None
+
+    def prepare(self) -> None:
+        """Look up what `step` will update (it does if this was not called): once the gradients are ready, and before
+        the host waits for their norm."""
+        pairs = None if self.kernels is None else self._pairs()
+        self._prepared = [pairs] if pairs is not None and self._suits(pairs) else []
 
     def step(self, scale: float) -> bool:
         """Update with the ready gradients times `scale`.
@@ -35,11 +42,14 @@ class OnePass:
         Returns False if megatron-core has to do it, with nothing changed: before its first step, which makes the state,
         and for other optimizers than AdamW with fp32 moments and a bf16 copy of every parameter.
         """
-        pairs = None if self.kernels is None else self._pairs()
-        if pairs is None or not self._suits(pairs):
+        if self._prepared is None:
+            self.prepare()
+        found, self._prepared = self._prepared, None
+        if not found:
             return False
+        pairs = found[0]
         for number, group in enumerate(self.optimizer.optimizer.param_groups):
-            step = self._count(number, group)
+            step, counters = self._count(number, group)
             for master in group["params"]:
                 if master.grad is None:
                     continue
@@ -48,6 +58,8 @@ class OnePass:
                     master.grad, master.detach(), (state["exp_avg"], state["exp_avg_sq"]), pairs[id(master)], scale,
                     step, float(group["lr"]), group["betas"], group["eps"], group["weight_decay"],
                 )  # fmt: skip
+            if counters:
+                torch._foreach_add_(counters, 1)
         if isinstance(self.optimizer, DistributedOptimizer):
             for chunk in self.optimizer.model_chunks:  # gathers the parameters, as its own step does
                 chunk.start_param_sync()
@@ -75,19 +87,18 @@ class OnePass:
             id(p) in pairs and _plain(p, inner.state.get(p, {})) for g in inner.param_groups for p in g["params"]
         )
 
-    def _count(self, number: int, group: dict[str, Any]) -> int:
-        """Count a step of a group, where its optimizer does; returns its number."""
+    def _count(self, number: int, group: dict[str, Any]) -> tuple[int, list[Tensor]]:
+        """(number of this step of a group, its counters on the device, which are not increased yet)."""
         states = [self.optimizer.optimizer.state[p] for p in group["params"] if p.grad is not None]
         steps = [state["step"] for state in states if "step" in state]
         if not steps:  # Transformer Engine, apex
             group["step"] = group.get("step", 0) + 1
-            return int(group["step"])
+            return int(group["step"]), []
         known, done = self._counts.get(number, (None, 0))
         if known is not steps[0]:  # read from the device once
             done = int(steps[0])
-        torch._foreach_add_(steps, 1)
         self._counts[number] = (steps[0], done + 1)
-        return done + 1
+        return done + 1, steps
 
 
 def decoupled(inner: Any) -> bool:

@@ -23,7 +23,7 @@ from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.ops import backend
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.platform import Aside
+from megatron_spec.runtime.platform import Aside, to_host
 from megatron_spec.training.metrics import pack, reduce_sums, warn_uncounted
 from megatron_spec.training.one_pass import OnePass, parts
 from megatron_spec.training.optimizer import finish_gradients, scale_gradients
@@ -111,11 +111,14 @@ class Trainer:
         """
         sums, loss = self.backward(features, count)
         self.optimizer.prepare_grads()
+        for part in self._parts:
+            part.prepare()
         aside = self._aside.now()
         meanwhile()
         with aside():
+            copied = to_host(torch.cat([sums.flatten(), loss[None]]))  # done before the norm, which the host waits for
             norm = float(self.optimizer.get_grad_norm() or 0.0)
-            sums, loss = sums.cpu(), loss.cpu()
+        sums, loss = copied()[:-1].view_as(sums), copied()[-1]
         rows, value = float(sums[3, 0]), float(loss)
         norm /= max(rows, 1.0)
         for what, number in (("loss", value), ("norm of the gradient", norm)):

@@ -73,7 +73,8 @@ def write_conversations(path: Path, count: int, rejected: bool = False) -> Path:
 def environment(**more: str) -> dict[str, str]:
     """For a process of a test: one thread, this repository, no warnings of other packages, no rank of this process."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "ignore"}
     return {**{name: value for name, value in os.environ.items() if name not in ranks}, **own, **more}
 
 

@@ -234,6 +234,10 @@ def test_teacher_kernel(temperature: float) -> None:
     assert outside.any() and torch.equal(found.label_U[~outside], inside[found.argmax_U][~outside])
     best = found.logits_UD.gather(1, found.label_U[:, None])[:, 0]
     assert torch.equal(best[outside], found.logits_UD.amax(1)[outside])
+    known = draft.teacher_head(ends)(state, temperature, found.argmax_U)  # of features from disk: fewer logits
+    assert distance(known.logits_UD, found.logits_UD) < 5e-3 and torch.equal(known.in_vocab_U, found.in_vocab_U)
+    torch.testing.assert_close(known.lse_U, (known.logits_UD.float() / temperature).logsumexp(-1))
+    assert torch.equal(known.label_U[~outside], found.label_U[~outside])
 
 
 @pytest.mark.parametrize("kl", [False, True])

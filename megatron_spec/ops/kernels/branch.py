@@ -15,9 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-AT_ONCE = 8192
-"""Elements [key/value heads, queries per head, head size] that fit into a program's registers."""
-WARPS = 8
+AT_ONCE = 4096
+"""Elements [key/value heads, queries per head, head size] of a program, unless one head has more."""
+OF_A_WARP = 1024
+"""Elements of a warp: so many that it has all queries of a head, and sums over them need no other warp. With half as
+many, the backward takes three times as long."""
+STAGES = tl.constexpr(3)
+"""Branches that are read ahead."""
 
 
 @triton.jit
@@ -58,7 +62,7 @@ def _merge_kernel(
     acc = tl.load(o0_ptr + s * o_s + b * o_b + in_q, mask=is_q, other=0.0).to(tl.float32)
     top = tl.load(lse_ptr + lse_at, mask=heads, other=0.0)
     mass = tl.full((GROUPS, QUERIES), 1.0, tl.float32)
-    for i in range(branches):
+    for i in tl.range(branches, num_stages=STAGES):
         at = i * branch_stride + row * (G * D) + in_kv
         k = tl.load(k_ptr + at, mask=is_kv, other=0.0).to(tl.float32)[:, None, :]
         v = tl.load(v_ptr + at, mask=is_kv, other=0.0).to(tl.float32)[:, None, :]
@@ -90,18 +94,21 @@ def _merge_backward_kernel(
     do = tl.load(do_ptr + q_at, mask=is_q, other=0.0).to(tl.float32)
     delta = tl.sum(do * tl.load(o_ptr + q_at, mask=is_q, other=0.0).to(tl.float32), axis=2)
     dq = tl.load(dq0_ptr + s * dq_s + b * dq_b + in_q, mask=is_q, other=0.0).to(tl.float32)
-    for i in range(branches):
+    for i in tl.range(branches, num_stages=STAGES):
         at = i * branch_stride + row * (G * D) + in_kv
         k = tl.load(k_ptr + at, mask=is_kv, other=0.0).to(tl.float32)[:, None, :]
         v = tl.load(v_ptr + at, mask=is_kv, other=0.0).to(tl.float32)[:, None, :]
+        if not FIRST:  # read ahead, like k and v: the next branches are elsewhere
+            dk_before = tl.load(dk_ptr + at, mask=is_kv, other=0.0)
+            dv_before = tl.load(dv_ptr + at, mask=is_kv, other=0.0)
         p = tl.exp(tl.sum(q * k, axis=2) * scale - lse)
         ds = p * (tl.sum(do * v, axis=2) - delta) * scale
         dq += ds[:, :, None] * k
         dk = tl.sum(ds[:, :, None] * q, axis=1)  # a padded query is zero, and so is its do
         dv = tl.sum(p[:, :, None] * do, axis=1)
         if not FIRST:
-            dk += tl.load(dk_ptr + at, mask=is_kv, other=0.0)
-            dv += tl.load(dv_ptr + at, mask=is_kv, other=0.0)
+            dk += dk_before
+            dv += dv_before
         tl.store(dk_ptr + at, dk, mask=is_kv)
         tl.store(dv_ptr + at, dv, mask=is_kv)
     tl.store(dq_ptr + q_at, dq.to(dq_ptr.dtype.element_ty), mask=is_q)
@@ -113,6 +120,7 @@ class _Launch:
 
     grid: tuple[int, int]
     sizes: tuple[int, int, int, int, int, int]
+    warps: int
 
     @staticmethod
     def of(rows: int, heads: int, kv_heads: int, head_dim: int) -> _Launch:
@@ -120,7 +128,9 @@ class _Launch:
         each = heads // kv_heads
         queries, lanes = (int(triton.next_power_of_2(x)) for x in (each, head_dim))
         groups = min(int(triton.next_power_of_2(kv_heads)), max(1, AT_ONCE // (queries * lanes)))
-        return _Launch((rows, triton.cdiv(kv_heads, groups)), (kv_heads, each, head_dim, groups, queries, lanes))
+        sizes = (kv_heads, each, head_dim, groups, queries, lanes)
+        warps = min(8, max(1, groups * queries * lanes // OF_A_WARP))
+        return _Launch((rows, triton.cdiv(kv_heads, groups)), sizes, warps)
 
 
 def _dense_heads(x_BSND: Tensor) -> Tensor:
@@ -154,7 +164,7 @@ def merge_forward(
     _merge_kernel[launch.grid](
         q_RX, o0_BSND, lse_BNS, k_TRY, v_TRY, out_RX, q_RX if place_R is None else place_R, k_TRY.shape[0],
         k_TRY.stride(0), o0_BSND.stride(1), o0_BSND.stride(0), S, B, D**-0.5, *launch.sizes, place_R is not None,
-        num_warps=WARPS,
+        num_warps=launch.warps,
     )  # fmt: skip
 
 
@@ -186,5 +196,5 @@ def merge_backward(
     _merge_backward_kernel[launch.grid](
         q_RX, o_RX, do_RX, lse_BNS, k_TRY, v_TRY, q_RX if place_R is None else place_R, dq0_BSND, dq_RX, dk_TRY, dv_TRY,
         k_TRY.shape[0], k_TRY.stride(0), dq0_BSND.stride(1), dq0_BSND.stride(0), S, B, D**-0.5, *launch.sizes,
-        place_R is not None, first, num_warps=WARPS,
+        place_R is not None, first, num_warps=launch.warps,
     )  # fmt: skip
