@@ -273,7 +273,8 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
     if args.offline:
         batches = [replace(b, sample_ids=tuple((j,) for j in range(i * B, (i + 1) * B))) for i, b in enumerate(batches)]
         source = offline_source(base, world, batches, args.store)
-    ahead = FeaturesAhead(source, ([batches[i % 2]] for i in itertools.count()), world.pp_size)
+    steps = (trainer.prepare([batches[i % 2]]) for i in itertools.count())
+    ahead = FeaturesAhead(source, steps, world.pp_size)
 
     def step() -> Any:
         _, features, count = ahead.step()

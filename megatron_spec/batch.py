@@ -6,7 +6,8 @@ S sequence, B micro-batch, H base hidden size, K captured layers, C = K * H.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class Batch:
         rejected_BS: bool, tokens that the base put in place of a rejected draft token, as recorded with the data; None:
             there are none in this micro-batch.
         host: host copy of the tensors if they are on a GPU: index computations there avoid a synchronisation.
+        planned: what a thread computes from the host copy alone (`drafts.unroll.Supervision.ahead`), and for which
+            settings; a copy has none.
     """
 
     tokens_BS: Tensor
@@ -43,6 +46,7 @@ class Batch:
     context: ContextShard | None = None
     host: Batch | None = None
     rejected_BS: Tensor | None = None
+    planned: tuple[tuple[Any, ...], Future[Any]] | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self.host is None or self.host.context is self.context, "rows are counted on the host: set context first"
@@ -88,7 +92,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Copy on another device."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         moved: dict[str, Any] = {k: to_device(v, device) for k, v in values.items() if isinstance(v, Tensor)}
         kept = self if self.tokens_BS.device.type == "cpu" else self.host
         return dataclasses.replace(self, **moved, host=kept if torch.device(device).type != "cpu" else None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron_spec.batch import Features
+from megatron_spec.batch import Batch, Features
 from megatron_spec.config import ObjectiveConfig
 from megatron_spec.ops.fp8 import Fp8Matrix
 from megatron_spec.planning.paths import NO_PATHS, Paths
@@ -116,6 +116,10 @@ class Draft(nn.Module):
         training = self.engine is not None and self.training and torch.is_grad_enabled()
         with self.weights_fixed(), self.engine.fp8() if training else nullcontext():  # type: ignore[union-attr]
             return super().__call__(*args, **kwargs)
+
+    def prepare(self, batch: Batch, objective: ObjectiveConfig) -> None:
+        """Called before the step that trains on a micro-batch: a draft may begin, in a thread, what it computes from
+        the batch alone."""
 
     def initialize(
         self, ends: BaseEnds, base_layer_tensors: Mapping[str, Tensor] | None = None, seed: int = 1234

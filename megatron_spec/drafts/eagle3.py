@@ -106,6 +106,11 @@ class EagleDraft(RecurrentDraft):
         out: Tensor = self.lm_head(enter(normed_SBH, self.tp_group, self.sequence_parallel))
         return out
 
+    def prepare(self, batch: Batch, objective: ObjectiveConfig) -> None:
+        """See Draft."""
+        if not self.draws:
+            Supervision.ahead(batch, objective.ttt_steps, objective.alignment)
+
     def supervision(self, batch: Batch, objective: ObjectiveConfig) -> Supervision:
         """Which rows of the micro-batch are supervised at which step."""
         return Supervision.of(batch, objective.ttt_steps, objective.alignment)

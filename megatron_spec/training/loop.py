@@ -138,7 +138,7 @@ def train(
     if left <= 0 and trainer.world.rank == 0:
         beyond = f", beyond the {train.train_iters} of --train-iters" if left < 0 else ""
         log.warning("nothing is left to train: this run has done %d steps%s", position.done, beyond)
-    steps = (loader.step(first + i * size) for i in range(left))
+    steps = (trainer.prepare(loader.step(first + i * size)) for i in range(left))
     with (
         StopSignal() as stop,
         closing(FeaturesAhead(source, steps, trainer.world.pp_size, train.features_ahead)) as ahead,

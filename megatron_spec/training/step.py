@@ -18,7 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_spec.batch import Features
+from megatron_spec.batch import Batch, Features
 from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.ops import backend
@@ -59,6 +59,12 @@ class Trainer:
     """Steps that this run has done: a part of the objective may change with it."""
     warned: bool = False
     """The warning about rows that the draft vocabulary leaves out was given: it would be the same at every step."""
+
+    def prepare(self, batches: list[Batch]) -> list[Batch]:
+        """The micro-batches of a later step, on which the draft may begin to work (`Draft.prepare`)."""
+        for batch in batches[self.world.pp_rank :: self.world.pp_size]:
+            self.ddp.module.prepare(batch, self.objective)
+        return batches
 
     def backward(self, features: Iterable[Features], count: int | None = None) -> tuple[Tensor, Tensor]:
         """Accumulate gradients over micro-batches; reduce sums and gradients.

@@ -156,6 +156,12 @@ def rotary_forward(
     _launch_rotary(x_RX, e_EX, place_R, tables, q, k, v, heads, kv_heads, grouped, False, norms, eps)
 
 
+@triton.jit
+def _add_sum(at, x, chosen, inside):
+    """Add the sum of the chosen heads."""
+    tl.store(at, tl.load(at, mask=inside, other=0.0) + tl.sum(tl.where(chosen, x, 0.0), axis=0), mask=inside)
+
+
 @triton.jit(do_not_specialize=["R"])
 def _head_norm_backward_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, before_ptr, q_norm_ptr, k_norm_ptr, x_ptr, partial_ptr, R, eps,
@@ -172,10 +178,8 @@ def _head_norm_backward_kernel(
     rotated = is_q | is_k
     left_weight = _head_weight(q_norm_ptr + d, k_norm_ptr + d, d < HALF, is_q, is_k)
     right_weight = _head_weight(q_norm_ptr + HALF + d, k_norm_ptr + HALF + d, d < HALF, is_q, is_k)
-    left_q = tl.zeros((LANES,), tl.float32)
-    right_q = tl.zeros((LANES,), tl.float32)
-    left_k = tl.zeros((LANES,), tl.float32)
-    right_k = tl.zeros((LANES,), tl.float32)
+    left_sum = tl.zeros((SLOTS, LANES), tl.float32)  # of every head: summing heads at the end takes a third of the time
+    right_sum = tl.zeros((SLOTS, LANES), tl.float32)
     for i in range(0, tl.cdiv(R - start, step)):
         row = start + i * step
         cos = tl.where(rotated, tl.load(cos_ptr + row * HALF + d, mask=d < HALF, other=1.0), 1.0)
@@ -193,10 +197,8 @@ def _head_norm_backward_kernel(
         rstd = 1.0 / tl.sqrt(tl.sum(left_x * left_x + right_x * right_x, axis=1) / D + eps)[:, None]
         left_x *= rstd
         right_x *= rstd
-        left_q += tl.sum(tl.where(is_q, left * left_x, 0.0), axis=0)
-        right_q += tl.sum(tl.where(is_q, right * right_x, 0.0), axis=0)
-        left_k += tl.sum(tl.where(is_k, left * left_x, 0.0), axis=0)
-        right_k += tl.sum(tl.where(is_k, right * right_x, 0.0), axis=0)
+        left_sum += left * left_x
+        right_sum += right * right_x
         left *= left_weight
         right *= right_weight
         along = (tl.sum(left * left_x + right * right_x, axis=1) / D)[:, None]
@@ -206,10 +208,10 @@ def _head_norm_backward_kernel(
         tl.store(x_ptr + x_at + HALF, (scale * (right - right_x * along)).to(out), mask=used)
     at = partial_ptr + start * 2 * D + lanes
     inside = lanes < HALF
-    tl.store(at, tl.load(at, mask=inside, other=0.0) + left_q, mask=inside)
-    tl.store(at + HALF, tl.load(at + HALF, mask=inside, other=0.0) + right_q, mask=inside)
-    tl.store(at + D, tl.load(at + D, mask=inside, other=0.0) + left_k, mask=inside)
-    tl.store(at + D + HALF, tl.load(at + D + HALF, mask=inside, other=0.0) + right_k, mask=inside)
+    _add_sum(at, left_sum, is_q, inside)
+    _add_sum(at + HALF, right_sum, is_q, inside)
+    _add_sum(at + D, left_sum, is_k, inside)
+    _add_sum(at + D + HALF, right_sum, is_k, inside)
 
 
 def rotary_backward(

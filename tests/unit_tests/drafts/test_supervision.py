@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -61,3 +62,23 @@ def test_rows_point_at_their_teacher() -> None:
 def test_more_steps_than_tokens() -> None:
     assert not supervised_rows(batch([[1, 1]], [[0, 0]]), 4, "paper").any()
     assert shift(torch.arange(3), 5, 0, fill=-1).tolist() == [-1, -1, -1]
+
+
+def test_planned_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was begun ahead is what would be computed now; it serves only the settings and the batch it is for."""
+    computed: list[Batch] = []
+    inner = Supervision._of
+    monkeypatch.setattr(Supervision, "_of", staticmethod(lambda batch, *a: computed.append(batch) or inner(batch, *a)))
+    host = batch([TURNS], [DOCUMENTS])
+    both = dataclasses.replace(host, host=host)  # as on a GPU
+    expected = Supervision.of(both, 3, "serving")
+    Supervision.ahead(both, 3, "serving")
+    found = [Supervision.of(both, 3, "serving") for _ in range(2)]
+    assert len(computed) == 2, "computed once before, and once in the thread"
+    for each in found:
+        for name, value in vars(expected).items():
+            torch.testing.assert_close(getattr(each, name), value, msg=name)
+    assert len(Supervision.of(both, 2, "serving").rows) == 2 and len(computed) == 3
+    assert dataclasses.replace(both).planned is None and both.to("cpu").planned is None
+    Supervision.ahead(host, 3, "serving")
+    assert host.planned is None, "without a host copy, it would take the cores of the step itself"

@@ -25,7 +25,9 @@ class Nothing:
 def fake(step: Any) -> Any:
     """A trainer with this step."""
     world = distributed.initialize(ParallelConfig())
-    return SimpleNamespace(world=world, iteration=0, step=step, optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]))
+    return SimpleNamespace(
+        world=world, iteration=0, step=step, prepare=list, optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}])
+    )
 
 
 LOADER: Any = SimpleNamespace(step=lambda _: [make_batch(1, 8, seed=0)])
