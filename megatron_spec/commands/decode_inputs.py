@@ -42,6 +42,7 @@ from megatron_spec.decoding.options import (
     check_confidence,
     check_lengths,
     check_options,
+    check_tree_depth,
     check_undrafted,
     decoding_type,
 )
@@ -199,6 +200,7 @@ def resolve(
         check_confidence(decode, draft)
         positions = base_config.max_position_embeddings
         check_lengths(decode, lens or (decode.max_draft_len,), draft, trained, positions=positions)
+        check_tree_depth(decode, lens)
     if kind == "User":
         find_drafter(decode.drafter or "")
     target = None

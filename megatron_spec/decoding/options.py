@@ -161,6 +161,17 @@ def check_lengths(
         raise UserError(f"{flag} {deepest}: the draft has {draft.num_heads} Medusa heads, a token each")
 
 
+def check_tree_depth(config: DecodeConfig, lens: Sequence[int] | None) -> None:
+    """Raise UserError for a draft length that was given (`lens` or in `config`), but is beyond a fixed tree's depth."""
+    if config.medusa_choices is None or not (lens or config.sets("max_draft_len")):
+        return
+    depth, deepest = max(map(len, read_choices(config.medusa_choices))), max(lens or (config.max_draft_len,))
+    if deepest > depth:
+        raise UserError(
+            f"--max-draft-len {deepest}: the longest path of --medusa-choices has {depth} tokens: give at most {depth}"
+        )
+
+
 def _check_acceptance(config: DecodeConfig) -> None:
     relaxed = config.use_relaxed_acceptance_for_thinking
     ways = ("use_rejection_sampling", "typical_acceptance", "use_relaxed_acceptance_for_thinking")
@@ -169,6 +180,11 @@ def _check_acceptance(config: DecodeConfig) -> None:
         raise UserError(f"found {' and '.join(chosen)}, expected one acceptance rule")
     if relaxed and config.temperature > 0:
         raise UserError(f"--use-relaxed-acceptance-for-thinking is for temperature 0, found {config.temperature}")
+    for name in ("top_k", "top_p") if config.typical_acceptance else ():
+        if config.sets(name):
+            raise UserError(
+                f"--{name.replace('_', '-')}: --typical-acceptance accepts tokens outside of it: leave it out"
+            )
     for names, owner in (
         (("relaxed_topk", "relaxed_delta", "begin_thinking_phase_token", "end_thinking_phase_token"), ways[2]),
         (("posterior_threshold", "posterior_alpha"), ways[1]),
@@ -180,6 +196,11 @@ def _check_acceptance(config: DecodeConfig) -> None:
         raise UserError(
             "--use-relaxed-acceptance-for-thinking: the tokenizer has no <think> and </think>; give "
             "--begin-thinking-phase-token and --end-thinking-phase-token"
+        )
+    if relaxed and (config.relaxed_topk == 1 or not config.sets("relaxed_delta")):
+        raise UserError(
+            "--use-relaxed-acceptance-for-thinking accepts the base's best token alone with --relaxed-topk "
+            f"{config.relaxed_topk} and --relaxed-delta {config.relaxed_delta:g}: give more than 1 and more than 0"
         )
 
 
