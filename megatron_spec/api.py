@@ -50,7 +50,7 @@ from megatron_spec.drafts.own import check_modules, objective_of, own_class
 from megatron_spec.drafts.randomness import check_seeds, step_of
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.evaluation import validate as validation
-from megatron_spec.evaluation.report import Report
+from megatron_spec.evaluation.report import Report, require_report
 from megatron_spec.export import base as exported_base
 from megatron_spec.export import draft as export
 from megatron_spec.export.load import inspect_exported_base
@@ -355,6 +355,8 @@ def validate(
     """
     config = _decoding(config)
     layouts.check("decode", model.world.parallel)
+    if output is not None:
+        together(lambda: require_report(output, "output"))
     folder = tokenizer or str(model.reference.path)
     opened = load_tokenizer(folder)
     was_training = model.draft.training

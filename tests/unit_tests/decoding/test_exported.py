@@ -160,8 +160,13 @@ def test_mismatches_are_refused_before_loading(shipped: Any, tmp_path: Path, mon
             chain.validate(shipped[1], decode=FEW.replace(decoding_type="NGram"), **options)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="would be overwritten"):
         chain.validate(shipped[1], base=base, output=shipped[1], decode=FEW.replace(decoding_type="NGram"))
+    (thesis := tmp_path / "thesis.tex").write_text("do not lose me")
+    with pytest.raises(UserError, match=r"output .*thesis.tex exists and is not a report"):
+        api.validate(shipped[2], shipped[1], output=thesis)
     for output, page, message in (
         (tmp_path, None, r"--output .* is a folder"),
+        (thesis, None, r"--output .*thesis.tex exists and is not a report of validate.py"),
+        (tmp_path / "x.json", thesis, r"--html .*thesis.tex exists and is not a page of reports"),
         (tmp_path / "x.json", tmp_path, r"--html .* is a folder"),
         (tmp_path / "x.json", tmp_path / "x.json", "is also the report's file"),
     ):
