@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import write_json
+from megatron_spec.runtime.files import object_in, require_own, write_json
 from megatron_spec.runtime.folders import require_writable
 from megatron_spec.serving.measure import Level, Messages, Server, run_level, warm_up
 
@@ -112,17 +112,21 @@ async def measure(args: argparse.Namespace, prompts: list[Messages]) -> dict[str
     return report
 
 
+def check_output(output: str, data: str) -> None:
+    """Raise UserError for an output that cannot be written, or that would replace something else."""
+    if Path(output).resolve() == Path(data).resolve():
+        raise UserError(f"--data {data} is also the output: it would be overwritten")
+    require_own(output, lambda path: {"servers", "levels"} <= object_in(path).keys(), "a result of bench_server.py")
+    require_writable(Path(output).absolute().parent)  # measuring takes long
+
+
 def main(args: argparse.Namespace) -> None:
     """Read the prompts, measure, report. Raises UserError if a server does not answer."""
     from megatron_spec.generation.prompts import read_prompts
 
     cli.check_urls(args.url, *filter(None, [args.compare]))
-    if args.output and Path(args.output).is_dir():
-        raise UserError(f"--output {args.output} is a folder, expected a file")
     if args.output:
-        require_writable(Path(args.output).absolute().parent)  # measuring takes long
-    if args.output and Path(args.output).resolve() == Path(args.data).resolve():
-        raise UserError(f"--data {args.data} is also the output: it would be overwritten")
+        check_output(args.output, args.data)
     prompts = read_prompts(args.data, args.num_prompts)
     for prompt in prompts:
         if prompt.tools or prompt.template_kwargs:

@@ -67,6 +67,7 @@ def main(args: argparse.Namespace) -> None:
     """Write the page. Raises UserError if it would replace a report."""
     if Path(args.html).resolve() in {Path(path).resolve() for path in args.reports}:
         raise UserError(f"--html {args.html} is also a report: it would be overwritten")
+    html.require_page(args.html)
     html.write_html(args.html, read_reports(args.reports, args.names))
     sys.stdout.write(f"{args.html}\n")
 

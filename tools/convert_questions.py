@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import write_text
+from megatron_spec.runtime.files import object_in, require_own, write_text
 
 
 def make_parser() -> cli.Parser:
@@ -92,10 +92,17 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
         yield json.dumps(record, ensure_ascii=False) + "\n"
 
 
+def is_converted(path: Path) -> bool:
+    """True for a file of `lines`."""
+    return tuple(object_in(path, lines=True)) in (("text_input",), ("text",), ("task_id", "prompt", "output_tokens"))
+
+
 def main(args: argparse.Namespace) -> None:
     """Read, convert, write. Raises UserError for invalid input."""
     if args.output and Path(args.output).resolve() == Path(args.data).resolve():
         raise UserError(f"--output {args.output} is also the question file: it would be overwritten")
+    if args.output:
+        require_own(args.output, is_converted, "a result of convert_questions.py")
     text = "".join(lines(args))
     if args.output:
         write_text(args.output, text)

@@ -28,7 +28,7 @@ from megatron_spec.checkpoint.spec import is_draft_checkpoint
 from megatron_spec.config import UserError
 from megatron_spec.export import bases
 from megatron_spec.families import refuse_draft
-from megatron_spec.runtime.files import model_json, read_object, write_text
+from megatron_spec.runtime.files import model_json, read_object, require_own, write_text
 from megatron_spec.serving import sglang, trtllm, vllm
 from megatron_spec.serving.docker import docker_command
 from megatron_spec.serving.draft import Speculation, exported
@@ -317,10 +317,21 @@ def text(args: argparse.Namespace, plan: Speculation) -> str:
     return trtllm_file(args, plan) if args.engine == "trtllm" else command_line(args, plan)
 
 
+def is_served(path: Path) -> bool:
+    """True for a file of `text`."""
+    with path.open("rb") as file:
+        begin = file.read(64).decode(errors="replace")
+    return begin.removeprefix("# ").startswith(
+        ("trtllm-serve ", "docker run ", "speculative_config:", "vllm serve ", "python3 -m sglang.launch_server ")
+    )
+
+
 def main(args: argparse.Namespace) -> None:
     """Write or print. Raises UserError for invalid input."""
     check_flags(args)
     check_models(args)
+    if args.output and args.engine != "triton":
+        require_own(args.output, is_served, "a result of make_serving_config.py")
     plan = plan_of(args)
     check_target(args)
     if args.engine == "triton":

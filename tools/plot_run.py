@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import read_text, replacing
+from megatron_spec.runtime.files import read_text, replacing, require_own
 
 REQUIRED = ("iteration", "loss_per_step", "accuracy_per_step", "predicted_acceptance_length")
 
@@ -96,6 +96,12 @@ def draw(rows: list[dict[str, Any]], output: Path, window: int = 1) -> None:
         plt.close(figure)
 
 
+def is_png(path: Path) -> bool:
+    """True for an image as this tool writes it."""
+    with path.open("rb") as file:
+        return file.read(4) == b"\x89PNG"
+
+
 def main(args: Namespace) -> None:
     """Read the metrics, plot them, print the path."""
     path = Path(args.run)
@@ -105,6 +111,7 @@ def main(args: Namespace) -> None:
     output = Path(args.output) if args.output else path.with_name("metrics.png")
     if output.suffix != ".png":
         raise UserError(f"--output {output}: expected a file name ending in .png")
+    require_own(output, is_png, "a plot")
     draw(read_metrics(path), output, args.smooth)
     sys.stdout.write(f"{output}\n")
 

@@ -32,7 +32,7 @@ from megatron_spec.decoding.options import (
     WITHOUT_DRAFT,
 )
 from megatron_spec.evaluation import html
-from megatron_spec.evaluation.report import Report, Run
+from megatron_spec.evaluation.report import Report, Run, require_report
 from megatron_spec.evaluation.validate import validate as run_validation
 from megatron_spec.generation.prompts import Prompt, read_prompts
 from megatron_spec.generation.questions import check_questions, drawn, write_questions
@@ -58,8 +58,6 @@ def validate(run: ValidateRun) -> Report:
     if run.output is None and not own_draft:
         raise UserError("give --output, a file for the report: without a draft in --load it has no folder")
     _check_outputs(run)
-    if run.html_output is not None:
-        html.require_matplotlib()
     dtype = torch.float64 if run.fp64 else torch.bfloat16 if run.bf16 else torch.float32
     check_file(run.data)
     prompts = read_prompts(run.data, run.num_prompts)
@@ -83,17 +81,17 @@ def _report_path(run: ValidateRun) -> Path:
 
 
 def _check_outputs(run: ValidateRun) -> None:
-    """Raise UserError for an output that is a folder, the prompts, or another output."""
+    """Raise UserError for an output that is a folder, the prompts, another output, or a file of another kind."""
     report = _report_path(run)
-    files = {"--output": report, "--html": run.html_output}
-    outputs = {flag: Path(path).resolve() for flag, path in files.items() if path is not None}
-    if Path(run.data).resolve() in outputs.values():
+    files = (report, run.html_output)
+    outputs = [Path(path).resolve() for path in files if path is not None]
+    if Path(run.data).resolve() in outputs:
         raise UserError(f"--data {run.data} is also the output: it would be overwritten")
-    if len(set(outputs.values())) < len(outputs):
+    if len(set(outputs)) < len(outputs):
         raise UserError(f"--html {run.html_output} is also the report's file: give another one")
-    for flag, path in outputs.items():
-        if path.is_dir():
-            raise UserError(f"{flag} {path} is a folder, expected a file")
+    require_report(report)
+    if run.html_output is not None:
+        html.require_page(run.html_output)
 
 
 def _measure(

@@ -68,8 +68,7 @@ class AcceptanceEvaluator:
             max_draft_len=request.max_draft_len, max_new_tokens=request.max_new_tokens, batch_size=request.num_prompts
         )
         self.log_file = self.save / LOG
-        if world.rank == 0:
-            truncate_log(self.log_file, resumed_at)
+        self.last_measured = _last_measured(self.log_file, resumed_at, world)
         self.measured = {
             "eval_data": sha256_of(str(request.data)), "tokenizer": template_hash(folder, template_kwargs),
             "eval_prompts": request.num_prompts, "eval_draft_len": request.max_draft_len,
@@ -93,16 +92,20 @@ class AcceptanceEvaluator:
         )  # fmt: skip
         return 0.0
 
-    def __call__(self, iteration: int, last: bool, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Measure if it is due, or at the end of training; stops at once, without a result, if interrupted."""
-        if iteration % self.request.interval and not last:
-            return
+    def __call__(self, iteration: int, last: bool, interrupted: Callable[[], bool] = lambda: False) -> bool:
+        """Measure if it is due, or at the end of training; stops at once, without a result, if interrupted.
+
+        Returns False if it was interrupted.
+        """
+        if (iteration % self.request.interval and not last) or iteration <= self.last_measured:
+            return True
         base = self.loaded.base
         found = _everywhere(self._answers(interrupted), base.world)
         if found is None:
             log.warning("the acceptance evaluation of step %d was interrupted", iteration)
-            return
+            return False
         self._record(iteration, acceptance_stats(found))
+        return True
 
     def _answers(self, interrupted: Callable[[], bool]) -> list[Generation] | None:
         """Answers to this rank's questions; None if interrupted by a signal."""
@@ -129,11 +132,11 @@ class AcceptanceEvaluator:
             "step %d  acceptance length %.3f (95%% %.3f-%.3f) on %d held-out prompts%s", iteration, length, low, high,
             stats.prompts, ", the best so far" if better else "",
         )  # fmt: skip
-        if self.loaded.base.world.rank == 0:
-            append_text(self.log_file, json.dumps(record) + "\n")
         if better:
             self.best = length
             self._keep(iteration, record)
+        if self.loaded.base.world.rank == 0:  # last: without its line, it is measured again
+            append_text(self.log_file, json.dumps(record) + "\n")
 
     def _keep(self, iteration: int, record: dict[str, Any]) -> None:
         loaded, world = self.loaded, self.loaded.base.world
@@ -144,6 +147,17 @@ class AcceptanceEvaluator:
         )  # fmt: skip
         if world.rank == 0:
             write_json(self.save / BEST / "acceptance.json", record)
+
+
+def _last_measured(log_file: Path, resumed_at: int, world: World) -> int:
+    """Iteration of the last measurement up to `resumed_at`, -1 without one; later lines are dropped. Collective."""
+    found = [-1]
+    if world.rank == 0:
+        truncate_log(log_file, resumed_at)
+        lines = log_file.read_text(encoding="utf-8").splitlines() if log_file.is_file() else []
+        found = [json.loads(lines[-1])["iteration"] if lines else -1]
+    dist.broadcast_object_list(found, src=0, device=world.device)
+    return found[0]
 
 
 def _quantised(quant: QuantConfig | None) -> str:

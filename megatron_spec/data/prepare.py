@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from megatron_spec.data.lines import load_line
 from megatron_spec.data.sources import Piece, Source
 from megatron_spec.data.workers import ordered_map, usable_cpus
 from megatron_spec.runtime import lock
-from megatron_spec.runtime.files import read_json, replacing, write_json, writing
+from megatron_spec.runtime.files import object_in, read_json, replacing, require_own, write_json, writing
 
 log = logging.getLogger(__name__)
 
@@ -195,10 +196,16 @@ def _check_outputs(sources: Sequence[Source], outputs: Sequence[Path]) -> None:
     for path in outputs:
         if path.resolve() in inputs:
             raise UserError(f"{path} is one of the sources: write to another file")
-        if path.is_dir():
-            raise UserError(f"{path} is a folder: give the name of a file in it")
     if len({path.resolve() for path in outputs}) < len(outputs):
         raise UserError(f"{outputs[0]}: both parts would be written to it: give --held-out another file")
+    for path, flag in zip(outputs, ("--output", "--held-out"), strict=False):
+        require_own(path, _is_prepared, "a result of prepare_conversations.py", flag)
+
+
+def _is_prepared(path: Path) -> bool:
+    """True for a file that an earlier run wrote; answers (generate.py) have their settings beside them."""
+    name = str(object_in(path, lines=True).get("conversation_id"))
+    return bool(re.fullmatch("[0-9a-f]{16}", name)) and not path.with_name(f"{path.name}.meta.json").exists()
 
 
 def _count(known: dict[str, int], more: Counter[str]) -> None:

@@ -103,6 +103,22 @@ def check_confidence(config: DecodeConfig, draft: DraftConfig | None) -> None:
         )
 
 
+def default_length(
+    config: DecodeConfig, draft: DraftConfig | None, trained: int | None = None, positions: int | None = None
+) -> int:
+    """Draft length where none is given: that of `DecodeConfig`, or the longest that `check_lengths` allows."""
+    limits = [DecodeConfig().max_draft_len, positions]
+    if isinstance(draft, BlockConfig):
+        limits.append(draft.num_steps)
+    if isinstance(draft, EagleConfig) and draft.parallel_drafting:
+        limits.append(trained)
+    if isinstance(draft, MedusaConfig):
+        limits.append(_tree_depth(config) or draft.num_heads)
+    if config.use_dynamic_tree:
+        limits.append(config.max_total_draft_tokens)
+    return min(limit for limit in limits if limit is not None)
+
+
 def check_lengths(
     config: DecodeConfig, lens: Sequence[int], draft: DraftConfig | None, trained: int | None = None,
     flag: str = "--max-draft-len", positions: int | None = None,
@@ -161,12 +177,15 @@ def check_lengths(
         raise UserError(f"{flag} {deepest}: the draft has {draft.num_heads} Medusa heads, a token each")
 
 
-def check_tree_depth(config: DecodeConfig, lens: Sequence[int] | None) -> None:
-    """Raise UserError for a draft length that was given (`lens` or in `config`), but is beyond a fixed tree's depth."""
-    if config.medusa_choices is None or not (lens or config.sets("max_draft_len")):
-        return
-    depth, deepest = max(map(len, read_choices(config.medusa_choices))), max(lens or (config.max_draft_len,))
-    if deepest > depth:
+def _tree_depth(config: DecodeConfig) -> int:
+    """Depth of a fixed tree; 0 without one."""
+    return max(map(len, read_choices(config.medusa_choices))) if config.medusa_choices else 0
+
+
+def check_tree_depth(config: DecodeConfig, deepest: int) -> None:
+    """Raise UserError for a draft length beyond the depth of a fixed tree."""
+    depth = _tree_depth(config)
+    if depth and deepest > depth:
         raise UserError(
             f"--max-draft-len {deepest}: the longest path of --medusa-choices has {depth} tokens: give at most {depth}"
         )

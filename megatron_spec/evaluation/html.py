@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import write_text
+from megatron_spec.runtime.files import require_own, write_text
 
 Reports = Mapping[str, dict[str, Any]]
 """Name -> content of a validate.json."""
+
+_TITLE = "Acceptance of "
+_HEAD = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_TITLE}'
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -34,6 +37,17 @@ def require_matplotlib() -> None:
         raise UserError(f"the HTML report needs matplotlib: pip install megatron-spec[demo] ({e})") from None
 
 
+def require_page(path: Path | str) -> None:
+    """Raise UserError when matplotlib is missing, or if the page's file is something else, which would be lost."""
+    require_matplotlib()
+    require_own(path, _is_page, "a page of reports", "--html")
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_HEAD)) == _HEAD.encode()
+
+
 def write_html(path: Path | str, reports: Reports) -> None:
     """Write the page. Raises UserError when matplotlib is missing or there is no report."""
     if not reports:
@@ -44,7 +58,7 @@ def write_html(path: Path | str, reports: Reports) -> None:
 
 def render(reports: Reports) -> str:
     """The HTML of the page."""
-    title = "Acceptance of " + (next(iter(reports)) if len(reports) == 1 else f"{len(reports)} drafts")
+    title = _TITLE + (next(iter(reports)) if len(reports) == 1 else f"{len(reports)} drafts")
     several = any(len(r["sweep"]) > 1 for r in reports.values())
     longest, first = (" (longest draft)", " (first draft length)") if several else ("", "")
     length, share = "tokens per base forward", "share of steps"
@@ -67,7 +81,7 @@ def render(reports: Reports) -> str:
         *(_details(n, r) for n, r in reports.items()),
     ]
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"{_HEAD}{html.escape(title.removeprefix(_TITLE))}</title>"
         f"<style>{_STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
     )
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import DecodeConfig
 from megatron_spec.decoding.started import Generation
 from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stats, by_category, by_context
+from megatron_spec.generation.parts import parts
+from megatron_spec.runtime.files import object_in, require_own
 
 PROMPT_LENGTHS = (64, 256, 1024)
 """Bounds of the groups by prompt length, in tokens."""
@@ -192,6 +195,14 @@ def _flat(run: Run) -> dict[str, Any]:
         "text_identical": run.text_identical,
     }
     return {**top, **dataclasses.asdict(run)}
+
+
+def require_report(path: Path | str, flag: str = "--output") -> None:
+    """Raise UserError if the report's file is something else, which would be lost."""
+    path = Path(path)
+    require_own(path, lambda p: {"about", "sweep"} <= object_in(p).keys(), "a report of validate.py", flag)
+    for part in parts(path):  # a killed generate.py leaves its answers under the same names
+        require_own(part, lambda p: {"about", "draft_lens"} <= object_in(p, lines=True).keys(), "of validate.py", flag)
 
 
 @dataclass

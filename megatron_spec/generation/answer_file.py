@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from megatron_spec.config import UserError
 from megatron_spec.generation.answers import Message
-from megatron_spec.generation.outputs import meta_path, record_lines, rejected_path
+from megatron_spec.generation.outputs import meta_path, record_lines, rejected_path, require_recorded
 from megatron_spec.generation.prompts import Prompt, questions
 from megatron_spec.runtime.files import changed_settings, drop_half_line, read_json, write_json
 
@@ -39,6 +39,7 @@ class AnswerFile:
     def __init__(self, output: Path, meta: dict[str, Any]) -> None:
         files = self.output, self.rejected = output, rejected_path(output)
         self.known = {r["conversation_id"]: _asked_in(r) for path in files for _, _, r in record_lines(path)}
+        require_recorded(output, files)  # a line without an end, which is cut off below, may be of something else
         if self.known and (changed := changed_settings(read_json(meta_path(output)), meta)):
             raise UserError(f"{output} was answered with other settings ({changed}): use another output file")
         write_json(meta_path(output), meta)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,19 @@ def rejected_path(output: Path) -> Path:
 def meta_path(output: Path) -> Path:
     """OUTPUT.meta.json."""
     return output.with_name(f"{output.name}.meta.json")
+
+
+ANOTHER = "use another output file, or remove this one"
+
+
+def require_recorded(output: Path, files: Iterable[Path]) -> None:
+    """Raise UserError if one of the files has a content, and no OUTPUT.meta.json says that such a run wrote it."""
+    left = [p for p in files if p.is_file() and p.stat().st_size]
+    if left and not meta_path(output).is_file():
+        raise UserError(
+            f"{left[0]} already exists, but {meta_path(output).name}, which records how its conversations were made, "
+            f"is missing: {ANOTHER}"
+        )
 
 
 def record_lines(path: Path, skip_broken: bool = False) -> Iterator[tuple[int, bytes, dict[str, Any]]]:

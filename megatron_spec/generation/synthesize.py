@@ -28,7 +28,7 @@ from megatron_spec.data.workers import tokeniser_threads
 from megatron_spec.decoding.engine import decode_batches
 from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.generation.answers import answer_ids
-from megatron_spec.generation.outputs import meta_path, rejected_path
+from megatron_spec.generation.outputs import ANOTHER, meta_path, rejected_path, require_recorded
 from megatron_spec.generation.parts import known_lines, merge, parts
 from megatron_spec.generation.prompts import Dialogue, Prompt, ask_all, check_stop_ids, questions
 from megatron_spec.runtime.distributed import World
@@ -169,9 +169,6 @@ def _answers_prompt(record: dict[str, Any], prompt: Prompt, template_kwargs: dic
     return found == (expected[: len(found)] if ended_early else expected)
 
 
-ANOTHER = "use another output file, or remove this one"
-
-
 def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[str, Any]) -> list[str]:
     """Identifiers of the prompts that an earlier run into `output` answered. Writes nothing.
 
@@ -183,13 +180,7 @@ def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[s
     output = Path(output)
     if output.is_dir():
         raise UserError(f"--output {output} is a folder, expected a file")
-    left = [p for p in (output, *parts(output)) if p.is_file() and p.stat().st_size]
-    if left and not meta_path(output).is_file():
-        raise UserError(
-            f"{left[0]} already exists, but {meta_path(output).name}, which records how its conversations were made, "
-            f"is missing: {ANOTHER}"
-        )
-
+    require_recorded(output, (output, *parts(output)))
     if next(known_lines(output), None) is None:
         return []
     old = read_json(meta_path(output))

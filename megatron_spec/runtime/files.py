@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,22 @@ def _in_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def require_own(path: Path | str, own: Callable[[Path], bool], kind: str, flag: str = "--output") -> None:
+    """Raise UserError for an output that is no file, or a file of another kind, before a run that would replace it.
+
+    Args:
+        own: True for a file as this run writes it.
+        kind: what `own` looks for, for the message.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise UserError(f"{flag} {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a file")
+    if path.is_file() and path.stat().st_size and not own(path):
+        raise UserError(
+            f"{flag} {path} exists and is not {kind}: it would be overwritten; give another file, or remove this one"
+        )
+
+
 def append_text(path: Path | str, text: str) -> None:
     """Append complete lines to a file. If the disk is full, truncates the file again and raises UserError."""
     data = text.encode("utf-8")
@@ -268,6 +284,18 @@ def read_json(path: Path | str) -> Any:
         raise UserError(f"{path} is not valid JSON ({e}): correct it, or copy it again if it is truncated") from None
     except RecursionError:
         raise UserError(f"{path} is not valid JSON: it is nested too deeply") from None
+
+
+def object_in(path: Path, lines: bool = False) -> dict[str, Any]:
+    """The JSON object in a file, or (`lines`) in its first line; {} if there is something else."""
+    with suppress(UserError, OSError, ValueError, RecursionError):
+        if not lines:
+            found = read_json(path)
+        else:
+            with path.open("rb") as file:
+                found = json.loads(file.readline(JSON_LIMIT))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 Types = Mapping[str, type | tuple[type, ...]]

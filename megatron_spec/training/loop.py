@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from megatron_spec.config import TrainConfig
 from megatron_spec.data.loader import BatchLoader
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.base import FeatureSource
+from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.platform import to_device
 from megatron_spec.training.metrics import name_metrics
 from megatron_spec.training.step import NonFiniteLossError, StepResult, Trainer
@@ -65,9 +66,9 @@ class Saver(Protocol):
         ...
 
 
-Evaluate = Callable[[int, bool, Callable[[], bool]], None]
+Evaluate = Callable[[int, bool, Callable[[], bool]], bool]
 """Called with the iteration, whether it is the last one, and a function that tells whether a signal asks this rank to
-end."""
+end. Returns False, on every rank, if a signal ended it without a result."""
 
 
 @dataclass
@@ -127,7 +128,8 @@ def train(
 ) -> bool:  # fmt: skip
     """Train from `position` to train.train_iters, saving at intervals and at the end.
 
-    `evaluate` runs after every step and its checkpoint, but not when a signal ends the run.
+    `evaluate` runs after every step and its checkpoint, but not when a signal ends the run; it is called again where a
+    run resumes.
 
     Returns True when the run is complete, False when a signal ended it early (after a save).
     Raises NonFiniteLossError, with the iteration and the samples of the batch, when loss or gradient are not finite.
@@ -142,18 +144,16 @@ def train(
     with (
         StopSignal() as stop,
         closing(FeaturesAhead(source, steps, trainer.world.pp_size, train.features_ahead)) as ahead,
+        _save_in_flight_kept(saver, trainer.world),
     ):
-        while position.iteration < last:
+        whole = not position.done or _evaluated(evaluate, position, left <= 0, stop)
+        while whole and position.iteration < last:
             begin = time.monotonic()
             torch.manual_seed(train.seed * 1_000_003 + position.done)
             trainer.iteration = position.done
             batches, features, count = ahead.step()
             describe = f"iteration {position.iteration + 1}, samples {_numbers(batches)}"
-            try:
-                result = trainer.step(features, describe, count, ahead.prepare)
-            except NonFiniteLossError:  # all ranks raise it: what is being saved is the last good state
-                saver.wait()
-                raise
+            result = trainer.step(features, describe, count, ahead.prepare)
             position.iteration += 1
             position.consumed_samples += train.global_batch_size
             tokens = sum(b.num_tokens for b in batches) * trainer.world.dp_size
@@ -166,12 +166,27 @@ def train(
                 saver.save(position)
             if ended or stopping:
                 saver.wait()
-            if evaluate is not None and not stopping:
-                evaluate(position.iteration, ended, lambda: stop.received)
-            if stopping and not ended:
-                log.warning("stopped by a signal at iteration %d: start again to continue", position.iteration)
-                return False
-    return True
+            whole = ended and evaluate is None if stopping else _evaluated(evaluate, position, ended, stop)
+        if not whole:
+            saver.save(position)
+            saver.wait()
+            log.warning("stopped by a signal at iteration %d: start again to continue", position.iteration)
+    return whole
+
+
+def _evaluated(evaluate: Evaluate | None, position: Position, last: bool, stop: StopSignal) -> bool:
+    return evaluate is None or evaluate(position.iteration, last, lambda: stop.received)
+
+
+@contextmanager
+def _save_in_flight_kept(saver: Saver, world: World) -> Iterator[None]:
+    """An error ends the run only after the save in flight, if every rank raises it: to publish is a collective."""
+    try:
+        yield
+    except Exception as error:
+        if world.size == 1 or isinstance(error, NonFiniteLossError):
+            saver.wait()
+        raise
 
 
 def _numbers(batches: Sequence[Batch]) -> str:

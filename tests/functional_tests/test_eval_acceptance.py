@@ -141,6 +141,7 @@ def test_measurements_are_equal_on_several_ranks(here: Path, layout: dict[str, i
 
 
 def test_a_signal_ends_an_evaluation_at_once_and_after_the_save(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run then begins with it when it continues."""
     from megatron_spec.checkpoint.spec import latest_iteration
     from megatron_spec.decoding.engine import _Engine
 
@@ -155,10 +156,58 @@ def test_a_signal_ends_an_evaluation_at_once_and_after_the_save(here: Path, monk
     monkeypatch.setattr(_Engine, "_verify", interrupted)
     assert not train(here, "stopped", 5, train_changes={"save_interval": 2})
     assert steps == [2], "one step of decoding, with the checkpoint of its iteration on disk"
-    assert not (here / "stopped" / "acceptance.jsonl").exists() and latest_iteration(here / "stopped") == 3
+    assert not (here / "stopped" / "acceptance.jsonl").exists() and latest_iteration(here / "stopped") == 2
+    assert not train(here, "stopped", 5) and latest_iteration(here / "stopped") == 2
     monkeypatch.undo()
-    assert train(here, "stopped", 5, train_changes={"save_interval": 2})
-    assert [x["iteration"] for x in read(here, "stopped")] == [4, 5]
+    assert train(here, "stopped", 5)
+    assert read(here, "stopped") == read(here, "run")
+
+
+@pytest.mark.parametrize("moment", ["step", "evaluation"])
+def test_a_signal_at_the_end_leaves_the_last_measurement_to_the_next_start(
+    here: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    from megatron_spec.commands.evaluate import AcceptanceEvaluator
+    from megatron_spec.training.step import Trainer
+
+    name = f"ended in {moment}"
+    call, step = AcceptanceEvaluator._answers, Trainer.step
+
+    def answers(evaluator: Any, interrupted: Any) -> Any:
+        if moment == "evaluation":
+            signal.raise_signal(signal.SIGTERM)
+        return call(evaluator, interrupted)
+
+    def last_step(trainer: Any, *args: Any) -> Any:
+        if moment == "step":
+            signal.raise_signal(signal.SIGTERM)
+        return step(trainer, *args)
+
+    monkeypatch.setattr(AcceptanceEvaluator, "_answers", answers)
+    monkeypatch.setattr(Trainer, "step", last_step)
+    assert not train(here, name, 1) and not (here / name / "acceptance.jsonl").exists()
+    monkeypatch.undo()
+    assert train(here, name, 1) and train(here, name, 1)
+    assert [x["iteration"] for x in read(here, name)] == [1]
+    assert json.loads((here / name / "best" / "acceptance.json").read_text())["iteration"] == 1
+
+
+def test_a_run_killed_while_it_keeps_its_best_measures_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_spec.commands.evaluate import AcceptanceEvaluator
+
+    class Killed(BaseException):
+        """Stands for SIGKILL."""
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr(AcceptanceEvaluator, "_keep", killed)
+    with pytest.raises(Killed):
+        train(here, "killed", 2)
+    monkeypatch.undo()
+    assert train(here, "killed", 2)
+    assert read(here, "killed") == read(here, "run")[:1]
+    assert json.loads((here / "killed" / "best" / "acceptance.json").read_text()) == read(here, "run")[0]
 
 
 def test_evaluation_options_without_evaluation_are_refused() -> None:
@@ -200,7 +249,7 @@ def test_impossible_evaluations_are_refused(here: Path) -> None:
 
 
 def test_more_tokens_than_a_draft_proposes_are_refused_before_training() -> None:
-    from megatron_spec.commands.checks import check_training
+    from megatron_spec.commands.checks import check_training, eval_length
     from megatron_spec.commands.runs import EvalRequest, FinetuneRun
     from megatron_spec.config import presets
 
@@ -213,3 +262,7 @@ def test_more_tokens_than_a_draft_proposes_are_refused_before_training() -> None
         check_training(runs[3], base, draft, None, objective, 64)
         with pytest.raises(UserError, match="--eval-draft-len 4"):
             check_training(runs[4], base, draft, None, objective, 64)
+    heads, objective = presets.medusa_config(base, num_heads=2), ObjectiveConfig()
+    assert eval_length(EvalRequest("f", 2), base, heads, objective) == 2  # --eval-draft-len is not given
+    assert eval_length(EvalRequest("f", 2, max_draft_len=4), base, heads, objective) == 4
+    assert eval_length(EvalRequest("f", 2), base, presets.eagle_config(base), ObjectiveConfig(ttt_steps=1)) == 3

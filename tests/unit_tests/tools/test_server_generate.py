@@ -118,6 +118,14 @@ def test_an_output_with_other_lines_is_refused(prompts, tmp_path, broken):
         ask(prompts, output, None, urls=("http://nowhere",), model="m")
 
 
+def test_a_file_of_one_line_without_an_end_is_not_cut(prompts, tmp_path):
+    output = tmp_path / "thesis.tex"
+    output.write_text("do not lose me")
+    with pytest.raises(UserError, match=r"thesis.tex already exists, but thesis.tex.meta.json, .* is missing"):
+        ask(prompts, output, None, urls=("http://nowhere",), model="m")
+    assert output.read_text() == "do not lose me"
+
+
 def test_other_questions_under_known_identifiers_are_refused(prompts, tmp_path):
     output, system = tmp_path / "out.jsonl", "Be brief."
     with Server() as server:

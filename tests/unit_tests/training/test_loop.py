@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +63,18 @@ def test_a_schedule_of_the_objective_begins_with_the_run(
     distributed.shutdown()
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_after_its_save() -> None:
+@pytest.mark.parametrize(
+    ("error", "ranks", "expected"),
+    [
+        (NonFiniteLossError("nan"), 2, ["save", "wait"]),
+        (RuntimeError("one rank alone"), 2, ["save"]),
+        (RuntimeError("the only rank"), 1, ["save", "wait"]),
+    ],
+    ids=str,
+)
+def test_an_error_that_all_ranks_raise_ends_the_run_after_its_save(
+    error: Exception, ranks: int, expected: list[str]
+) -> None:
     """The checkpoint that is being written is the last good one."""
     calls: list[str] = []
     saver: Any = SimpleNamespace(
@@ -72,12 +84,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_after_its_save() -> None:
     def step(*_: Any) -> StepResult:
         """Fail after the first save."""
         if calls:
-            raise NonFiniteLossError("nan")
+            raise error
         return StepResult(torch.ones(5, 1, dtype=torch.float64), torch.zeros(()), 0.0)
 
     config = TrainConfig(train_iters=3, global_batch_size=2, log_interval=100, save_interval=1)
     nothing: Any = Nothing()
-    with pytest.raises(NonFiniteLossError):
-        train(fake(step), LOADER, SOURCE, config, nothing, Position(), saver)
-    assert calls == ["save", "wait"]
+    trainer = fake(step)
+    trainer.world = replace(trainer.world, size=ranks)
+    with pytest.raises(type(error)):
+        train(trainer, LOADER, SOURCE, config, nothing, Position(), saver)
+    assert calls == expected
     distributed.shutdown()
