@@ -45,6 +45,7 @@ from megatron_spec.config import (
 )
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding import engine
+from megatron_spec.decoding.options import default_length
 from megatron_spec.drafts.contract import Draft, DraftLosses
 from megatron_spec.drafts.own import check_modules, objective_of, own_class
 from megatron_spec.drafts.randomness import check_seeds, step_of
@@ -334,8 +335,9 @@ def export_base(model: SpecModel, folder: str | Path, **options: Any) -> Path:
     return exported_base.export_base(model.base, model.reference, folder, model.quant, model.world, **options)
 
 
-def _decoding(config: DecodeConfig | None) -> DecodeConfig:
-    expect(found := DecodeConfig() if config is None else config, DecodeConfig, "config")
+def _decoding(config: DecodeConfig | None, draft: Draft) -> DecodeConfig:
+    most = default_length(DecodeConfig(), draft.config)
+    expect(found := DecodeConfig(max_draft_len=most) if config is None else config, DecodeConfig, "config")
     require(found.speculative_model is None, "config: the model has its draft: leave speculative_model out")
     return found
 
@@ -348,12 +350,12 @@ def validate(
 
     Args:
         prompts: file of prompts, as for validate.py.
-        config: decoding options; default: greedy, 3 draft tokens.
+        config: decoding options; default: greedy, 3 draft tokens (or all that the draft proposes).
         draft_lens: draft lengths to measure; default: that of `config`.
         tokenizer: folder of the tokenizer; default: the base's.
         output: file for the report.
     """
-    config = _decoding(config)
+    config = _decoding(config, model.draft)
     layouts.check("decode", model.world.parallel)
     if output is not None:
         together(lambda: require_report(output, "output"))
@@ -382,7 +384,7 @@ def decode(
     Args:
         stop_ids: tokens that end an answer; default: the base's.
     """
-    config = _decoding(config)
+    config = _decoding(config, model.draft)
     if any(isinstance(x, (str, int)) or any(isinstance(token, float) for token in x) for x in (*prompts, stop_ids)):
         raise UserError(
             "decode: found text, numbers or a single prompt, expected lists of token ids, one for each prompt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 
 from megatron_spec.base.placement import check_parallel
-from megatron_spec.commands.runs import FinetuneRun
+from megatron_spec.commands.runs import EvalRequest, FinetuneRun
 from megatron_spec.commands.runs.common import ScriptRun
 from megatron_spec.config import (
     BaseConfig,
@@ -16,7 +16,7 @@ from megatron_spec.config import (
     UserError,
     megatron_flags,
 )
-from megatron_spec.decoding.options import check_lengths
+from megatron_spec.decoding.options import check_lengths, default_length
 from megatron_spec.planning import layouts
 
 
@@ -48,6 +48,13 @@ def check_base_shapes(run: ScriptRun, base: BaseConfig) -> None:
         raise UserError(f"the architecture is that of the base in --load: {'; '.join(wrong)}")
 
 
+def eval_length(request: EvalRequest, base: BaseConfig, draft: DraftConfig, objective: ObjectiveConfig) -> int:
+    """--eval-draft-len; if it is not given, no more than the draft proposes."""
+    if request.sets("max_draft_len"):
+        return request.max_draft_len
+    return default_length(DecodeConfig(), draft, objective.ttt_steps, base.max_position_embeddings)
+
+
 def check_training(
     run: FinetuneRun, base: BaseConfig, draft: DraftConfig, quant: QuantConfig | None, objective: ObjectiveConfig,
     seq_length: int,
@@ -62,9 +69,9 @@ def check_training(
     run.check_features()
     if run.evaluation.interval:
         layouts.check("decode", run.parallel)
+        length = eval_length(run.evaluation, base, draft, objective)
         check_lengths(
-            DecodeConfig(), (run.evaluation.max_draft_len,), draft, objective.ttt_steps, "--eval-draft-len",
-            base.max_position_embeddings,
-        )  # fmt: skip
+            DecodeConfig(), (length,), draft, objective.ttt_steps, "--eval-draft-len", base.max_position_embeddings
+        )
     if run.teacher == "original" and (quant is None or quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")

@@ -44,6 +44,7 @@ from megatron_spec.decoding.options import (
     check_options,
     check_undrafted,
     decoding_type,
+    default_length,
 )
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.export.formats import Reading
@@ -198,6 +199,8 @@ def resolve(
         trained = _trained_steps(folder, reading) if parallel_drafting else None
         check_confidence(decode, draft)
         positions = base_config.max_position_embeddings
+        if lens is None and not decode.sets("max_draft_len"):
+            decode = decode.replace(max_draft_len=default_length(decode, draft, trained, positions))
         check_lengths(decode, lens or (decode.max_draft_len,), draft, trained, positions=positions)
     if kind == "User":
         find_drafter(decode.drafter or "")

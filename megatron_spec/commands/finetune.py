@@ -14,6 +14,7 @@ from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.background import BackgroundWriter
 from megatron_spec.checkpoint.spec import latest_iteration
 from megatron_spec.commands import evaluate
+from megatron_spec.commands.checks import eval_length
 from megatron_spec.commands.data import (
     open_dataset,
     tokenizer_folder,
@@ -174,9 +175,12 @@ def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
     source = feature_source(run, loaded, loader, world)
     saver, evaluator = CheckpointSaver(resolved, loaded, trainer, training, config), None
     if run.evaluation.interval:
+        spec = loaded.spec
+        length = eval_length(run.evaluation, spec.base.config, spec.draft, resolved.objective)
         evaluator = evaluate.AcceptanceEvaluator(
-            run.evaluation, loaded, run.save, run.tokenizer, position.iteration, run.chat_template_kwargs
-        )
+            run.evaluation.replace(max_draft_len=length), loaded, run.save, run.tokenizer, position.iteration,
+            run.chat_template_kwargs,
+        )  # fmt: skip
     complete = train(trainer, loader, source, training, tracker, position, saver, evaluator)
     tracker.close()
     return complete

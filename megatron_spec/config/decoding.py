@@ -35,7 +35,7 @@ class DecodeConfig(Config):
     decoding_type: DecodingType | None = None
     """How tokens are drafted (default: that of the draft checkpoint or exported folder)."""
     max_draft_len: int = 3
-    """Draft tokens of a chain, or depth of a tree."""
+    """Draft tokens of a chain, or depth of a tree; if not given, no more than the draft proposes."""
     max_new_tokens: int = 128
     """Longest answer, in tokens."""
     batch_size: int = 8

@@ -103,6 +103,22 @@ def check_confidence(config: DecodeConfig, draft: DraftConfig | None) -> None:
         )
 
 
+def default_length(
+    config: DecodeConfig, draft: DraftConfig | None, trained: int | None = None, positions: int | None = None
+) -> int:
+    """Draft length where none is given: that of `DecodeConfig`, or the longest that `check_lengths` allows."""
+    limits = [DecodeConfig().max_draft_len, positions]
+    if isinstance(draft, BlockConfig):
+        limits.append(draft.num_steps)
+    if isinstance(draft, EagleConfig) and draft.parallel_drafting:
+        limits.append(trained)
+    if isinstance(draft, MedusaConfig) and not config.medusa_choices:
+        limits.append(draft.num_heads)
+    if config.use_dynamic_tree:
+        limits.append(config.max_total_draft_tokens)
+    return min(limit for limit in limits if limit is not None)
+
+
 def check_lengths(
     config: DecodeConfig, lens: Sequence[int], draft: DraftConfig | None, trained: int | None = None,
     flag: str = "--max-draft-len", positions: int | None = None,

@@ -249,7 +249,7 @@ def test_impossible_evaluations_are_refused(here: Path) -> None:
 
 
 def test_more_tokens_than_a_draft_proposes_are_refused_before_training() -> None:
-    from megatron_spec.commands.checks import check_training
+    from megatron_spec.commands.checks import check_training, eval_length
     from megatron_spec.commands.runs import EvalRequest, FinetuneRun
     from megatron_spec.config import presets
 
@@ -262,3 +262,7 @@ def test_more_tokens_than_a_draft_proposes_are_refused_before_training() -> None
         check_training(runs[3], base, draft, None, objective, 64)
         with pytest.raises(UserError, match="--eval-draft-len 4"):
             check_training(runs[4], base, draft, None, objective, 64)
+    heads, objective = presets.medusa_config(base, num_heads=2), ObjectiveConfig()
+    assert eval_length(EvalRequest("f", 2), base, heads, objective) == 2  # --eval-draft-len is not given
+    assert eval_length(EvalRequest("f", 2, max_draft_len=4), base, heads, objective) == 4
+    assert eval_length(EvalRequest("f", 2), base, presets.eagle_config(base), ObjectiveConfig(ttt_steps=1)) == 3

@@ -12,6 +12,14 @@ pytestmark = MARKS
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies the bits of bfloat16
 
 
+LAYOUTS = {
+    # length of the context, (begin of a document, its anchors)...
+    "short": (150, [(0, [0, 3, 4, 20, 69]), (70, [70, 71]), (90, [100, 140])]),
+    "whole tiles": (420, [(0, [5, *range(130, 190, 4)]), (210, [*range(300, 420, 7)])]),
+}
+
+
+@pytest.mark.parametrize("context", list(LAYOUTS))
 @pytest.mark.parametrize(
     ("C", "N", "G", "D", "causal", "window"),
     [
@@ -22,13 +30,15 @@ HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multi
         (16, 12, 1, 64, True, 9),
     ],
 )
-def test_equals_the_plain_version(C: int, N: int, G: int, D: int, causal: bool, window: int | None) -> None:
+def test_equals_the_plain_version(
+    C: int, N: int, G: int, D: int, causal: bool, window: int | None, context: str
+) -> None:
     from megatron_spec.ops.kernels import block
 
     torch.manual_seed(0)
-    L = 150
-    anchor = torch.tensor([0, 3, 4, 20, 69, 70, 71, 100, 140])  # documents begin at 0, 70 and 90
-    first = torch.tensor([0, 0, 0, 0, 0, 70, 70, 90, 90])
+    L, documents = LAYOUTS[context]
+    anchor = torch.tensor([a for _, anchors in documents for a in anchors])
+    first = torch.tensor([begin for begin, anchors in documents for _ in anchors])
     shapes = [(len(anchor), C, N, D), (len(anchor), C, G, D), (len(anchor), C, G, D), (L, G, D), (L, G, D)]
     wide = [torch.randn(s, dtype=torch.float64).to(HALF).double().requires_grad_() for s in shapes]
     expected = block_attention(*wide, BlockLayout(first, anchor, causal, window))

@@ -30,7 +30,7 @@ from megatron_spec.config import (
 )
 from megatron_spec.config.help_text import field_docs
 from megatron_spec.config.modelopt import from_modelopt
-from megatron_spec.decoding.options import check_lengths, check_options, check_undrafted
+from megatron_spec.decoding.options import check_lengths, check_options, check_undrafted, default_length
 from tests.tiny import llama
 from tools.megatron_flags_table import page
 
@@ -194,6 +194,9 @@ def test_a_p_eagle_draft_proposes_what_it_was_trained_for() -> None:
     check_lengths(DecodeConfig(), (9,), parallel, None)  # an exported draft does not say
     with pytest.raises(UserError, match="--max-draft-len 0: a p-eagle draft proposes at least one token"):
         check_lengths(DecodeConfig(), (0,), parallel)
+    assert default_length(DecodeConfig(), parallel, 2) == 2 and default_length(DecodeConfig(), parallel, None) == 3
+    assert default_length(DecodeConfig(use_dynamic_tree=True, max_total_draft_tokens=2), None) == 2
+    assert default_length(DecodeConfig(), None, positions=1) == 1
     check_lengths(DecodeConfig(), (9,), presets.eagle_config(BASE), 4)
 
 

@@ -32,7 +32,8 @@ class ValidateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     html_output: str | None = option(None, "HTML", flag="html")
     """Also write the report as a page with plots."""
     draft_lens: tuple[int, ...] | None = option(None, "N[,N...]", flag="max-draft-len", parse=numbers, once=True)
-    """Draft tokens of a chain, or depth of a tree; several are measured in one run (default: 3)."""
+    """Draft tokens of a chain, or depth of a tree; several are measured in one run (default: 3, or all that the
+    draft proposes if these are fewer)."""
     num_prompts: int | None = option(None, "N", least=1)
     """Use the first N prompts (default: all)."""
     fp64: bool = False

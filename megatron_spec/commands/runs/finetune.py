@@ -35,7 +35,7 @@ class EvalRequest(Config):
     num_prompts: int = option(32, "N", flag="eval-prompts", least=1)
     """Number of held-out prompts, from the start of the file."""
     max_draft_len: int = option(3, "N", flag="eval-draft-len", least=1)
-    """Draft tokens per proposal in the evaluation."""
+    """Draft tokens per proposal in the evaluation; if not given, no more than the draft proposes."""
     max_new_tokens: int = option(64, "N", flag="eval-tokens", least=1)
     """Maximum tokens per answer in the evaluation."""
 

@@ -53,6 +53,12 @@ def _matrix(ptr, at, valid, D: tl.constexpr):
 
 
 @triton.jit
+def _whole_matrix(ptr, at, D: tl.constexpr):
+    """`_matrix` of valid rows alone."""
+    return tl.load(ptr + at[:, None] * D + tl.arange(0, D)[None, :])
+
+
+@triton.jit
 def _own(tile, g, P, C: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, OWN: tl.constexpr):
     """(block, slot, offset among keys without D, valid) of the slots of a tile's blocks."""
     j = tl.arange(0, OWN)
@@ -81,20 +87,30 @@ def _sees_context(rows, first, anchor, slot, valid, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _bounds(first, anchor, valid, WINDOW: tl.constexpr):
-    """(first, end) of the context rows seen by any row of a tile."""
+def _bounds(first, anchor, valid, WINDOW: tl.constexpr, KEYS: tl.constexpr):
+    """(first, end) of the context rows seen by any row of a tile, and up to where tiles of them are seen by all."""
     low = first
     if WINDOW > 0:
         low = tl.maximum(first, anchor - WINDOW + 1)
-    return tl.min(tl.where(valid, low, 2147483647), 0), tl.max(tl.where(valid, anchor, 0), 0)
+    begin = tl.min(tl.where(valid, low, 2147483647), 0)
+    whole = begin
+    if WINDOW == 0:  # in a window, every row of the tile begins elsewhere
+        seen = tl.min(tl.where(valid, anchor, 2147483647), 0) - begin
+        one_sequence = tl.max(tl.where(valid, first, 0), 0) == begin
+        whole += tl.where(one_sequence, seen // KEYS * KEYS, 0)
+    return begin, whole, tl.max(tl.where(valid, anchor, 0), 0)
 
 
 @triton.jit
-def _step(q, k, v, seen, acc, top, mass, scale):
-    """Online-softmax update with one tile of keys, in base 2."""
-    s = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+def _step(q, k, v, seen, acc, top, mass, scale, MASKED: tl.constexpr):
+    """Online-softmax update with one tile of keys, in base 2; unless MASKED, all are seen."""
+    s = tl.dot(q, tl.trans(k)) * scale
+    if MASKED:
+        s = tl.where(seen, s, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, 1))
-    still = tl.where(new_top == float("-inf"), 0.0, new_top)
+    still = new_top
+    if MASKED:
+        still = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(s - still[:, None])
     old = tl.exp2(top - still)
     acc = acc * old[:, None] + tl.dot(p.to(v.dtype), v)
@@ -115,16 +131,21 @@ def _forward_kernel(
     acc = tl.zeros((M, D), tl.float32)
     top = tl.full((M,), float("-inf"), tl.float32)
     mass = tl.zeros((M,), tl.float32)
-    low, end = _bounds(first, anchor, valid, WINDOW)
-    for start in range(low, end, KEYS):
+    begin, whole, end = _bounds(first, anchor, valid, WINDOW, KEYS)
+    for start in range(begin, whole, KEYS):
+        place = (start + tl.arange(0, KEYS)).to(tl.int64) * G + g
+        k, v = _whole_matrix(keys_ptr, place, D), _whole_matrix(values_ptr, place, D)
+        acc, top, mass = _step(q, k, v, True, acc, top, mass, scale, False)
+    for start in range(whole, end, KEYS):
         rows = start + tl.arange(0, KEYS)
         place = rows.to(tl.int64) * G + g
         k, v = _matrix(keys_ptr, place, rows < end, D), _matrix(values_ptr, place, rows < end, D)
-        acc, top, mass = _step(q, k, v, _sees_context(rows, first, anchor, slot, valid, WINDOW), acc, top, mass, scale)
+        seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
+        acc, top, mass = _step(q, k, v, seen, acc, top, mass, scale, True)
     o_block, o_slot, o_at, o_valid = _own(tile, g, P, C, G, BLOCKS, OWN)
     k, v = _matrix(k_ptr, o_at, o_valid, D), _matrix(v_ptr, o_at, o_valid, D)
     seen = _sees_own(block, slot, valid, o_block, o_slot, o_valid, WINDOW, CAUSAL)
-    acc, top, mass = _step(q, k, v, seen, acc, top, mass, scale)
+    acc, top, mass = _step(q, k, v, seen, acc, top, mass, scale, True)
     mass = tl.where(valid, mass, 1.0)
     out = (acc / mass[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at[:, None] * D + tl.arange(0, D)[None, :], out, mask=valid[:, None])
@@ -132,9 +153,11 @@ def _forward_kernel(
 
 
 @triton.jit
-def _weights(q, k, v, do, lse, delta, seen, scale):
-    """(p, ds without the scale of the scores) of a tile of rows and keys."""
-    p = tl.where(seen, tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None]), 0.0)
+def _weights(q, k, v, do, lse, delta, seen, scale, MASKED: tl.constexpr):
+    """(p, ds without the scale of the scores) of a tile of rows and keys; unless MASKED, all are seen."""
+    p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
     return p, p * (tl.dot(do, tl.trans(v)) - delta[:, None])
 
 
@@ -163,17 +186,18 @@ def _query_backward_kernel(
         o_seen = _sees_own(
             block, slot, valid, o_block, o_slot, o_valid, WINDOW, CAUSAL
         )  # a loop keeps shapes: own names
-        o_p, o_ds = _weights(q, o_k, o_v, do, lse, delta, o_seen, scale)
+        o_p, o_ds = _weights(q, o_k, o_v, do, lse, delta, o_seen, scale, True)
         dv += tl.dot(tl.trans(o_p.to(do.dtype)), do)
         dk += tl.dot(tl.trans(o_ds.to(q.dtype)), q)
         dq = tl.dot(o_ds.to(q.dtype), o_k)
-        low, end = _bounds(first, anchor, valid, WINDOW)
-        for start in range(low, end, KEYS):
+        begin, _whole, end = _bounds(first, anchor, valid, WINDOW, KEYS)
+        # one loop with masks: a second one without, as in the forward, takes more registers than there are
+        for start in range(begin, end, KEYS):
             rows = start + tl.arange(0, KEYS)
             at_keys = rows.to(tl.int64) * G + g
             k, v = _matrix(keys_ptr, at_keys, rows < end, D), _matrix(values_ptr, at_keys, rows < end, D)
             seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
-            _p, ds = _weights(q, k, v, do, lse, delta, seen, scale)
+            _p, ds = _weights(q, k, v, do, lse, delta, seen, scale, True)
             dq += tl.dot(ds.to(q.dtype), k)
         place = at[:, None] * D + d[None, :]
         tl.store(dq_ptr + place, (dq * plain_scale).to(dq_ptr.dtype.element_ty), mask=valid[:, None])
@@ -184,9 +208,11 @@ def _query_backward_kernel(
 @triton.jit
 def _context_backward_kernel(
     q_ptr, keys_ptr, values_ptr, do_ptr, lse_ptr, delta_ptr, dkeys_ptr, dvalues_ptr, first_ptr, anchor_ptr,
-    begin_ptr, end_ptr, P, L, scale, plain_scale, C: tl.constexpr, G: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
+    seen_ptr, P, L, scale, plain_scale, C: tl.constexpr, G: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    parts: tl.constexpr = n // HEADS
+    TILES = tl.num_programs(0)
     tile = tl.program_id(0)
     g = tl.program_id(1)
     rows = tile * KEYS + tl.arange(0, KEYS)
@@ -194,16 +220,28 @@ def _context_backward_kernel(
     k, v = _matrix(keys_ptr, at_keys, rows < L, D), _matrix(values_ptr, at_keys, rows < L, D)
     dk = tl.zeros((KEYS, D), tl.float32)
     dv = tl.zeros((KEYS, D), tl.float32)
-    begin = tl.load(begin_ptr + tile) // BLOCKS
-    end = (tl.load(end_ptr + tile) + BLOCKS - 1) // BLOCKS
-    for i in range(begin * (n // HEADS), end * (n // HEADS)):
+    begin, end = tl.load(seen_ptr + tile) // BLOCKS * parts, tl.cdiv(tl.load(seen_ptr + TILES + tile), BLOCKS) * parts
+    whole = tl.cdiv(tl.load(seen_ptr + 2 * TILES + tile), BLOCKS) * parts
+    whole = tl.minimum(tl.maximum(whole, begin), end)
+    whole_end = tl.maximum(tl.load(seen_ptr + 3 * TILES + tile) // BLOCKS * parts, whole)
+    for i in range(whole, whole_end):
         _block, slot, valid, at, first, anchor, q = _rows(
-            q_ptr, first_ptr, anchor_ptr, i // (n // HEADS), i % (n // HEADS), g, P, C, G, n, D, HEADS, BLOCKS, M
+            q_ptr, first_ptr, anchor_ptr, i // parts, i % parts, g, P, C, G, n, D, HEADS, BLOCKS, M
+        )
+        do, lse = _matrix(do_ptr, at, valid, D), tl.load(lse_ptr + at, mask=valid, other=0.0)
+        delta = tl.load(delta_ptr + at, mask=valid, other=0.0)
+        p, ds = _weights(q, k, v, do, lse, delta, True, scale, False)  # rows that are not valid are 0 in q and do
+        dv += tl.dot(tl.trans(p.to(do.dtype)), do)
+        dk += tl.dot(tl.trans(ds.to(q.dtype)), q)
+    for j in range(begin, end - (whole_end - whole)):
+        i = tl.where(j < whole, j, j + whole_end - whole)
+        _block, slot, valid, at, first, anchor, q = _rows(
+            q_ptr, first_ptr, anchor_ptr, i // parts, i % parts, g, P, C, G, n, D, HEADS, BLOCKS, M
         )
         do, lse = _matrix(do_ptr, at, valid, D), tl.load(lse_ptr + at, mask=valid, other=0.0)
         delta = tl.load(delta_ptr + at, mask=valid, other=0.0)
         seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
-        p, ds = _weights(q, k, v, do, lse, delta, seen, scale)
+        p, ds = _weights(q, k, v, do, lse, delta, seen, scale, True)
         dv += tl.dot(tl.trans(p.to(do.dtype)), do)
         dk += tl.dot(tl.trans(ds.to(q.dtype)), q)
     place = at_keys[:, None] * D + tl.arange(0, D)[None, :]
@@ -233,7 +271,7 @@ class _BlockAttention(torch.autograd.Function):
         if P:
             _forward_kernel[grid](
                 q, k, v, keys, values, out, lse, first, anchor, P, scale * LOG2E, C, G, N // G, D, layout.window or 0,
-                layout.causal, **tile, KEYS=KEYS, num_warps=8, num_stages=2,
+                layout.causal, **tile, KEYS=KEYS, num_warps=8, num_stages=3 if D <= 128 else 2,
             )  # fmt: skip
         ctx.layout = layout
         ctx.save_for_backward(q, k, v, keys, values, out, lse, first, anchor)
@@ -258,24 +296,28 @@ class _BlockAttention(torch.autograd.Function):
             q, k, v, keys, values, out, do, lse, delta, dq, dk, dv, first, anchor, P, scale * LOG2E, scale, C, G,
             N // G, D, window, layout.causal, **tile, **options,
         )  # fmt: skip
-        begin, end = _seen_by(layout, L)
         own = tile.pop("OWN")
         assert own
         _context_backward_kernel[(triton.cdiv(L, KEYS), G)](
-            q, keys, values, do, lse, delta, dkeys, dvalues, first, anchor, begin, end, P, L, scale * LOG2E, scale, C,
-            G, N // G, D, window, **tile, **options,
+            q, keys, values, do, lse, delta, dkeys, dvalues, first, anchor, _seen_by(layout, L), P, L, scale * LOG2E,
+            scale, C, G, N // G, D, window, **tile, **options,
         )  # fmt: skip
         return None, dq, dk, dv, dkeys, dvalues
 
 
-def _seen_by(layout: BlockLayout, L: int) -> tuple[Tensor, Tensor]:
-    """int32 (first, end) of the blocks that see any row of each tile of context rows."""
+def _seen_by(layout: BlockLayout, L: int) -> Tensor:
+    """int32 [4, tiles of context rows]: (first, end) of the blocks that see any row of a tile, and of those among them
+    that see all."""
     start = torch.arange(0, L, KEYS, device=layout.anchor_P.device)
     begin = torch.searchsorted(layout.anchor_P, start, right=True)
     end = torch.searchsorted(layout.first_P, start + KEYS)
-    if layout.window is not None:
+    if layout.window is not None:  # it ends elsewhere for every slot
         end = torch.minimum(end, torch.searchsorted(layout.anchor_P, start + KEYS - 1 + layout.window))
-    return begin.int(), torch.maximum(begin, end).int()
+        whole = whole_end = begin
+    else:
+        whole = torch.searchsorted(layout.anchor_P, start + KEYS)
+        whole_end = torch.searchsorted(layout.first_P, start, right=True)
+    return torch.stack([begin, torch.maximum(begin, end), whole, whole_end]).int()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: BlockLayout) -> Tensor:

@@ -46,7 +46,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Any:
     loader = BatchLoader(open_dataset(str(here / "train.jsonl"), str(here / "base"), 96), 2, 2, device="cpu")
     for name, draft in (
         ("eagle3", ("eagle", {"capture_layer_ids": list(tiny_models.CAPTURES)})),
-        ("medusa", ("medusa", {})),
+        ("medusa", ("medusa", {"num_heads": 2})),
     ):
         model = api.convert(base, [draft], base_path=here / "base")
         api.save(model, here / name)
@@ -74,6 +74,21 @@ def test_exported_draft_has_the_acceptance_of_its_checkpoint(shipped: Any, tmp_p
     assert first["text_identical"] and again["text_identical"]
     assert [r["acceptance"] for r in first["sweep"]] == [r["acceptance"] for r in again["sweep"]]
     assert again["about"]["decoding_type"] == {"eagle3": "Eagle3", "medusa": "Medusa"}[kind]
+
+
+def test_a_length_that_is_not_given_is_no_more_than_the_draft_proposes(shipped: Any, tmp_path: Path) -> None:
+    here, questions, _ = shipped
+    unset = DecodeConfig(max_new_tokens=6, batch_size=3)
+    found = measure(shipped, tmp_path / "a.json", load=str(here / "medusa"), decode=unset)
+    assert [run["max_draft_len"] for run in found["sweep"]] == [2] == [found["decode"]["max_draft_len"]]
+    exported = unset.replace(speculative_model=str(here / "medusa-export"))
+    assert chain.generate(questions, str(tmp_path / "g.jsonl"), base=str(here / "base"), decode=exported) > 0
+    with pytest.raises(UserError, match="--max-draft-len 3: the draft has 2 Medusa heads"):
+        measure(shipped, tmp_path / "b.json", load=str(here / "medusa"), decode=unset, draft_lens=(3,))
+    model = api.load(here / "medusa")
+    assert len(api.decode(model, [[5, 6, 7]])) == 1
+    with pytest.raises(UserError, match="--max-draft-len 3: the draft has 2 Medusa heads"):
+        api.decode(model, [[5, 6, 7]], unset)
 
 
 def test_exported_fp8_base_equals_the_quantised_one(shipped: Any) -> None:
