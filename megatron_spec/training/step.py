@@ -99,7 +99,7 @@ class Trainer:
         return sums[:5], sums[5, 0] / sums[3, 0].clamp(min=1)
 
     def step(
-        self, features: Iterable[Features], describe: str = "", count: int | None = None,
+        self, features: Iterable[Features], describe: str = "this step", count: int | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> StepResult:  # fmt: skip
         """One optimizer step. A batch without any supervised row changes neither parameters nor moments.

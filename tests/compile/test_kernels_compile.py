@@ -218,6 +218,14 @@ def test_products_of_many_rows_use_warp_groups_and_the_copy_engine() -> None:
         assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
 
 
+def test_transposed_values_are_written_16_bytes_at_once() -> None:
+    """A mask of any number of rows would allow one byte."""
+    with compiling_for(90) as gpu:
+        run_fp8()
+    found = [k.ptx for k in gpu.compiled if k.name == "_columns_kernel"]
+    assert len(found) == 2 and all("st.global.v4.b32" in ptx for ptx in found)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_other_numbers_of_rows_compile_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches differ in their rows, and a compilation in the middle of a run holds up every rank."""

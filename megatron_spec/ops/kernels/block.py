@@ -271,7 +271,7 @@ class _BlockAttention(torch.autograd.Function):
         if P:
             _forward_kernel[grid](
                 q, k, v, keys, values, out, lse, first, anchor, P, scale * LOG2E, C, G, N // G, D, layout.window or 0,
-                layout.causal, **tile, KEYS=KEYS, num_warps=8, num_stages=2,
+                layout.causal, **tile, KEYS=KEYS, num_warps=8, num_stages=3 if D <= 128 else 2,
             )  # fmt: skip
         ctx.layout = layout
         ctx.save_for_backward(q, k, v, keys, values, out, lse, first, anchor)

@@ -128,8 +128,11 @@ def _columns_kernel(
         y = x.to(tl.float32) * tl.load(row_scale_ptr + row, mask=row < R, other=0.0)[:, None]
         y = y / tl.load(column_scale_ptr + col, mask=col < H, other=1.0)[None, :]
         x = tl.minimum(tl.maximum(y, -448.0), 448.0).to(out_ptr.dtype.element_ty)
-    inside = (col < H)[:, None] & (row < R)[None, :]
-    tl.store(out_ptr + col[:, None] * out_stride + row[None, :], tl.trans(x), mask=inside)
+    out_at, inside = out_ptr + col[:, None] * out_stride + row[None, :], (col < H)[:, None]
+    if (tl.program_id(0) + 1) * TILE <= R:  # 16 bytes at once; a mask of any number of rows allows one
+        tl.store(out_at, tl.trans(x), mask=inside)
+    else:
+        tl.store(out_at, tl.trans(x), mask=inside & (row < R)[None, :])
 
 
 _TILE, _PROGRAMS = 128, 64
