@@ -61,7 +61,7 @@ from megatron_spec.generation.prompts import read_prompts
 from megatron_spec.planning import layouts
 from megatron_spec.planning.draft_modules import check_draft_modules
 from megatron_spec.planning.paths import Paths, Setting
-from megatron_spec.quantization.attach import base_amax_state, quantizers
+from megatron_spec.quantization.attach import base_amax_state, check_policy, quantizers
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World, together
@@ -314,6 +314,7 @@ def quantize(
     quant = quant or QuantConfig()
     expect(quant, QuantConfig, "quant")
     layouts.check("quantize", model.world.parallel)
+    check_policy(quant, model.base.config, [n for n, m in model.draft.named_modules() if hasattr(m, "weight")])
     steps = [_on_device(step, model.world) for step in batches]
     report = calibrate(model.base, model.draft, model.source, steps, model.objective, quant, model.world)
     model.quant = quant

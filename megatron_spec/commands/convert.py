@@ -126,7 +126,7 @@ def own_module(ref: BaseReference) -> EagleConfig:
 def _check_algorithm(request: DraftRequest, config: DraftConfig) -> None:
     """Raise UserError if --export-algorithm differs from the algorithm of --draft."""
     kind = "eagle" if isinstance(config, EagleConfig) else config.algorithm
-    if request.algorithm not in ("eagle", kind):  # eagle: not given
+    if request.sets("algorithm") and request.algorithm != kind:
         raise UserError(
             f"--export-algorithm {request.algorithm}, but the draft of --draft is {config.algorithm}: leave it out"
         )

@@ -42,6 +42,7 @@ from megatron_spec.decoding.options import (
     check_confidence,
     check_lengths,
     check_options,
+    check_tree_depth,
     check_undrafted,
     decoding_type,
     default_length,
@@ -202,6 +203,7 @@ def resolve(
         if lens is None and not decode.sets("max_draft_len"):
             decode = decode.replace(max_draft_len=default_length(decode, draft, trained, positions))
         check_lengths(decode, lens or (decode.max_draft_len,), draft, trained, positions=positions)
+        check_tree_depth(decode, max(lens or (decode.max_draft_len,)))
     if kind == "User":
         find_drafter(decode.drafter or "")
     target = None

@@ -17,12 +17,13 @@ from megatron_spec.commands.checks import check_base_shapes, check_seq_length, c
 from megatron_spec.commands.data import check_file, open_dataset, tokenizer_folder
 from megatron_spec.commands.runs import QuantizeRun, settings_of, takes
 from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError, presets, suggest
+from megatron_spec.config.structure import draft_tensors
 from megatron_spec.data.loader import ConversationDataset
 from megatron_spec.data.packing import build_batch
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.planning import layouts
 from megatron_spec.quantization import report
-from megatron_spec.quantization.attach import base_amax_state, check_draft
+from megatron_spec.quantization.attach import base_amax_state, check_draft, check_policy
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World, together
@@ -192,6 +193,7 @@ def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> Objecti
         raise UserError(f"--load {run.load} is quantised already: quantise the checkpoint it was made from")
     check_base_shapes(run, spec.base.config)
     check_draft(spec.draft, quant)
+    check_policy(quant, spec.base.config, draft_tensors(spec.draft))
     _check_read(run, quant)
     objective = presets.objective_for(spec.draft, run.objective)
     check_file(run.data)

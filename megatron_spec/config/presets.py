@@ -345,6 +345,18 @@ def _weighed(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveConfig
     return objective
 
 
+def _refuse_idle(config: EagleConfig | MedusaConfig, objective: ObjectiveConfig) -> None:
+    """Raise UserError for flags that others leave without effect. Flags alone: older runs have recorded such values."""
+    steps = config.num_heads if isinstance(config, MedusaConfig) else objective.ttt_steps
+    least, given = objective.row_keep_least, objective.given
+    for idle, names, why in (
+        (steps == 1, ("step_decay", "detach"), "no effect with a single draft step"),
+        (not objective.token_weight, ("loss", "temperature", "replay_weight"), "no effect with --token-weight 0"),
+        (objective.row_keep < least, ("row_keep",), f"no effect below --row-keep-least, which is {least}"),
+    ):
+        _refuse_unread(objective, [name for name in names if idle and name in given], why)
+
+
 def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveConfig:
     """The objective for a draft: with its weights of steps, and for Medusa with one step per head.
 
@@ -364,6 +376,7 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
     if isinstance(config, BlockConfig):
         return _block_objective(config, objective)
     _refuse_unread(objective, _BLOCK_OPTIONS, f"only for block drafts, the draft is {config.algorithm}")
+    _refuse_idle(config, objective)
     objective = _weighed(config, objective).replace(loss=objective.loss_kind)
     if objective.loss == "ce_l1":
         raise UserError(f"--loss ce_l1 is for block drafts, the draft is {config.algorithm}: choose another")

@@ -112,8 +112,8 @@ def default_length(
         limits.append(draft.num_steps)
     if isinstance(draft, EagleConfig) and draft.parallel_drafting:
         limits.append(trained)
-    if isinstance(draft, MedusaConfig) and not config.medusa_choices:
-        limits.append(draft.num_heads)
+    if isinstance(draft, MedusaConfig):
+        limits.append(_tree_depth(config) or draft.num_heads)
     if config.use_dynamic_tree:
         limits.append(config.max_total_draft_tokens)
     return min(limit for limit in limits if limit is not None)
@@ -177,6 +177,20 @@ def check_lengths(
         raise UserError(f"{flag} {deepest}: the draft has {draft.num_heads} Medusa heads, a token each")
 
 
+def _tree_depth(config: DecodeConfig) -> int:
+    """Depth of a fixed tree; 0 without one."""
+    return max(map(len, read_choices(config.medusa_choices))) if config.medusa_choices else 0
+
+
+def check_tree_depth(config: DecodeConfig, deepest: int) -> None:
+    """Raise UserError for a draft length beyond the depth of a fixed tree."""
+    depth = _tree_depth(config)
+    if depth and deepest > depth:
+        raise UserError(
+            f"--max-draft-len {deepest}: the longest path of --medusa-choices has {depth} tokens: give at most {depth}"
+        )
+
+
 def _check_acceptance(config: DecodeConfig) -> None:
     relaxed = config.use_relaxed_acceptance_for_thinking
     ways = ("use_rejection_sampling", "typical_acceptance", "use_relaxed_acceptance_for_thinking")
@@ -185,6 +199,11 @@ def _check_acceptance(config: DecodeConfig) -> None:
         raise UserError(f"found {' and '.join(chosen)}, expected one acceptance rule")
     if relaxed and config.temperature > 0:
         raise UserError(f"--use-relaxed-acceptance-for-thinking is for temperature 0, found {config.temperature}")
+    for name in ("top_k", "top_p") if config.typical_acceptance else ():
+        if config.sets(name):
+            raise UserError(
+                f"--{name.replace('_', '-')}: --typical-acceptance accepts tokens outside of it: leave it out"
+            )
     for names, owner in (
         (("relaxed_topk", "relaxed_delta", "begin_thinking_phase_token", "end_thinking_phase_token"), ways[2]),
         (("posterior_threshold", "posterior_alpha"), ways[1]),
@@ -196,6 +215,11 @@ def _check_acceptance(config: DecodeConfig) -> None:
         raise UserError(
             "--use-relaxed-acceptance-for-thinking: the tokenizer has no <think> and </think>; give "
             "--begin-thinking-phase-token and --end-thinking-phase-token"
+        )
+    if relaxed and (config.relaxed_topk == 1 or not config.sets("relaxed_delta")):
+        raise UserError(
+            "--use-relaxed-acceptance-for-thinking accepts the base's best token alone with --relaxed-topk "
+            f"{config.relaxed_topk} and --relaxed-delta {config.relaxed_delta:g}: give more than 1 and more than 0"
         )
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_spec.base import te
-from megatron_spec.config import DraftConfig, QuantConfig, UserError
+from megatron_spec.config import BaseConfig, DraftConfig, QuantConfig, UserError
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.families.rules import name_rules
 from megatron_spec.quantization import nvfp4
@@ -39,6 +39,33 @@ def excluded(names: Iterable[str], patterns: Iterable[str]) -> bool:
     """True when a pattern (fnmatch) matches one of the names of a module."""
     patterns = list(patterns)
     return any(fnmatch.fnmatchcase(n, p) for n in names for p in patterns)
+
+
+def check_policy(quant: QuantConfig, base: BaseConfig, draft_names: Iterable[str]) -> None:
+    """Raise UserError for settings without effect, such as a misspelt pattern: what it excludes would be quantised.
+
+    Args:
+        draft_names: modules of the draft, or their weights.
+    """
+    names = {"base": {hf.removesuffix(".weight") for rule in name_rules(base) for hf in rule.hf}}
+    names["draft"] = {name.removesuffix(".weight") for name in draft_names}
+    known = {role: names[role] for role in names if getattr(quant, role) != "none"}
+    if not known:
+        return
+    given = {f"exclude_{role}": getattr(quant, f"exclude_{role}") for role in names}
+    given["exclude"] = tuple(p for p in quant.exclude if p not in type(quant)().exclude)
+    for field, patterns in given.items():
+        where = {role: found for role, found in known.items() if field in ("exclude", f"exclude_{role}")}
+        wrong = [p for p in patterns if not any(excluded(found, [p]) for found in where.values())]
+        if wrong:
+            example = ", ".join(f"{max(found, key=len)} ({role})" for role, found in where.items())
+            raise UserError(f"{field}: {', '.join(wrong)} matches no module; names are such as {example}")
+    if quant.clipped_ste and quant.draft != "fp8":
+        raise UserError(
+            f"clipped_ste is for inputs of the draft, which has none in fp8 (draft {quant.draft}): leave it out"
+        )
+    if quant.calibration != "max" and "fp8" not in (quant.base, quant.draft):
+        raise UserError(f"calibration {quant.calibration!r} is for inputs, and none is in fp8: leave it out")
 
 
 def attach_quantizers(module: nn.Module, quant: QuantConfig, role: Role) -> int:

@@ -31,7 +31,7 @@ from tests.functional_tests.script_helpers import make_base, write_conversations
 ONLY_CHECKS = {
     "__post_init__", "validate", "sets", "replace", "_replace", "_asdict_inner", "asdict", "to_dict", "__eq__",
     "_flags", "check_options", "check_undrafted", "_check_acceptance", "_given", "_refuse_unread",
-    "_refuse_without_owner", "objective_for", "_block_objective", "settings_of",
+    "_refuse_without_owner", "_refuse_idle", "_tree_depth", "objective_for", "_block_objective", "settings_of",
 }  # fmt: skip
 """Functions that look at a field to refuse it, to copy it or to compare ranks."""
 Read = set[tuple[type, str]]

@@ -30,7 +30,13 @@ from megatron_spec.config import (
 )
 from megatron_spec.config.help_text import field_docs
 from megatron_spec.config.modelopt import from_modelopt
-from megatron_spec.decoding.options import check_lengths, check_options, check_undrafted, default_length
+from megatron_spec.decoding.options import (
+    check_lengths,
+    check_options,
+    check_tree_depth,
+    check_undrafted,
+    default_length,
+)
 from tests.tiny import llama
 from tools.megatron_flags_table import page
 
@@ -184,6 +190,10 @@ def test_impossible_trees_and_lengths_are_refused() -> None:
     check_lengths(DecodeConfig(medusa_choices="[[0], [0, 95]]"), (1, 2), heads)
     with pytest.raises(UserError, match="a path of 2 tokens, but at most 1 are drafted: give --max-draft-len 2"):
         check_lengths(DecodeConfig(medusa_choices="[[0], [0, 95]]"), (1,), heads)
+    with pytest.raises(UserError, match="--max-draft-len 3: the longest path of --medusa-choices has 2 tokens"):
+        check_tree_depth(DecodeConfig(medusa_choices="[[0], [0, 95]]"), 3)
+    assert default_length(DecodeConfig(medusa_choices="[[0], [0, 95]]"), heads) == 2
+    assert default_length(DecodeConfig(medusa_choices="[[0]]"), heads) == 1
 
 
 def test_a_p_eagle_draft_proposes_what_it_was_trained_for() -> None:
@@ -357,12 +367,17 @@ def test_defaults_given_without_effect_are_refused(capsys: pytest.CaptureFixture
     assert objective.replace(temperature=2.0).sets("ttt_steps") and not objective.sets("temperature")
     blocks = presets.block_config(BASE, "dflash", {"mask_token_id": 3, "block_size": 5})
     heads = presets.medusa_config(BASE)
+    parallel = presets.eagle_config(BASE, "p-eagle", {"mask_token_id": 3})
     for words, config, message in (
         (["--ttt-steps", "7"], heads, "--ttt-steps 7, but the draft has 4 Medusa heads"),
         (["--ttt_steps=7"], blocks, "--ttt-steps 7, but a block of"),
         (["--in-vocab-only"], blocks, "--in-vocab-only: no effect on dflash"),
         (["--anchors", "512"], heads, "--anchors: only for block drafts"),
         (["--feature-noise", "0.1"], heads, "--feature-noise belongs to eagle1"),
+        (["--ttt-steps", "1", "--detach"], presets.eagle_config(BASE), "--detach: no effect with a single draft step"),
+        (["--step-decay", "0.8"], presets.medusa_config(BASE, num_heads=1), "--step-decay: no effect with a single"),
+        (["--token-weight", "0", "--loss", "kl"], presets.eagle_config(BASE, "eagle1"), "--loss: no effect with"),
+        (["--row-keep", "0.1"], parallel, "--row-keep: no effect below --row-keep-least, which is 0.2"),
     ):
         with pytest.raises(UserError, match=message):
             presets.objective_for(config, finetune(*words)[0].objective)
@@ -384,6 +399,20 @@ def test_defaults_given_without_effect_are_refused(capsys: pytest.CaptureFixture
         assert cli.Parser("x", runs.GenerateRun).parse_args([*decode, *words]).run
     made_up = ["--output", "o", "--base", "b", "--synthesize", "2", "--seed", "0"]
     assert cli.Parser("x", runs.GenerateRun).parse_args(made_up).run
+
+
+def test_the_algorithm_of_a_published_draft_is_compared() -> None:
+    """Also the default: `--export-algorithm eagle --draft MEDUSA` trained Medusa heads."""
+    from megatron_spec.commands.convert import _check_algorithm
+
+    words = ["--load", "b", "--save", "s", "--draft", "d"]
+    for given in [], ["--export-algorithm", "eagle"]:
+        request = cli.Parser("test", runs.ConvertRun).parse_args([*words, *given]).run
+        _check_algorithm(request, presets.eagle_config(BASE, "eagle1"))
+        if not given:
+            _check_algorithm(request, presets.medusa_config(BASE))
+    with pytest.raises(UserError, match="--export-algorithm eagle, but the draft of --draft is medusa"):
+        _check_algorithm(request, presets.medusa_config(BASE))
 
 
 def test_the_loss_that_is_asked_for_is_taken() -> None:

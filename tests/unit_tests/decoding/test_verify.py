@@ -18,6 +18,9 @@ from megatron_spec.decoding.verify import Drafted, Draws, Verdict, verify
 from tests.unit_tests.decoding import tiny_models
 from tests.unit_tests.decoding.tiny_models import CONFIG
 
+THINKING = {
+    "use_relaxed_acceptance_for_thinking": True, "begin_thinking_phase_token": 1, "end_thinking_phase_token": 2,
+}  # fmt: skip
 V = 7
 TRIALS = 60000
 
@@ -175,7 +178,7 @@ def test_relaxed_acceptance_only_while_thinking(tiny: Any) -> None:
     drafter = Second({len(prompt) + 1: wish})
     [thinking] = decode(tiny.base, [prompt], relaxed, set(), draft=drafter)
     assert thinking.tokens[:2] == [plain.tokens[0], wish] and thinking.accepted_lengths[0] == 1
-    strict = relaxed.replace(relaxed_delta=0.0)
+    strict = relaxed.replace(relaxed_delta=1e-9)
     [near] = decode(tiny.base, [prompt], strict, set(), draft=drafter)
     assert near.tokens == plain.tokens
     over = relaxed.replace(begin_thinking_phase_token=prompt[1], end_thinking_phase_token=prompt[3])
@@ -218,7 +221,10 @@ def test_options_without_effect_are_refused() -> None:
             dict(temperature=1.0, use_rejection_sampling=True, typical_acceptance=True),
             "one acceptance rule",
         ),
+        ("Medusa", dict(temperature=1.0, typical_acceptance=True, top_p=0.5), "--top-p: --typical-acceptance accepts"),
         ("Eagle3", dict(use_relaxed_acceptance_for_thinking=True), "the tokenizer has no <think>"),
+        ("Eagle3", dict(relaxed_topk=1, relaxed_delta=0.5, **THINKING), "best token alone with --relaxed-topk 1 and"),
+        ("Eagle3", dict(relaxed_topk=9, **THINKING), "best token alone with --relaxed-topk 9 and --relaxed-delta 0"),
         ("Eagle3", dict(temperature=1.0, use_rejection_sampling=True, use_dynamic_tree=True), "drafts a chain"),
     ):
         with pytest.raises(UserError, match=message):

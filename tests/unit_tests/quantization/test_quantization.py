@@ -12,10 +12,12 @@ import torch
 
 from megatron_spec.checkpoint.base_import import load_base
 from megatron_spec.config import QuantConfig, UserError
+from megatron_spec.config.structure import draft_tensors
 from megatron_spec.quantization import histogram, report
 from megatron_spec.quantization.attach import (
     attach_quantizers,
     base_amax_state,
+    check_policy,
     draft_linears,
     load_base_amax,
     quantizers,
@@ -138,6 +140,28 @@ def test_base_exclusion_uses_hugging_face_names(tiny: Tiny) -> None:
     assert attach_quantizers(tiny.base, FP8.replace(exclude=exclude), "base") == 8 * 3 - 1
     assert "layers.3.self_attention.linear_qkv.weight" not in quantizers(tiny.base)
     assert "layers.2.mlp.linear_fc2.weight" not in quantizers(tiny.base)
+
+
+@pytest.mark.parametrize(
+    ("quant", "message"),
+    [
+        ({"exclude_base": ("*self_atn*",)}, "exclude_base: \\*self_atn\\* matches no module; names are such as model"),
+        ({"exclude_draft": ("*mlp*", "layers.9.*")}, "exclude_draft: layers.9"),
+        ({"exclude": (*FP8.exclude, "*w1")}, "exclude: \\*w1 matches no module"),
+        ({"base": "none", "exclude": ("model.layers.0.*",)}, "exclude: model.layers.0"),
+        ({"draft": "nvfp4", "clipped_ste": True}, "clipped_ste is for inputs of the draft"),
+        ({"base": "none", "draft": "nvfp4", "calibration": "percentile"}, "calibration 'percentile' is for inputs"),
+    ],
+)
+def test_settings_without_effect_are_refused(tiny: Tiny, quant: dict[str, Any], message: str) -> None:
+    """A misspelt pattern left what it should exclude quantised."""
+    names = draft_tensors(tiny.draft.config)
+    with pytest.raises(UserError, match=message):
+        check_policy(QuantConfig(**quant), tiny.base.config, names)
+    patterns = {"exclude_base": ("model.layers.3.*", "*lm_head"), "exclude_draft": ("*down_proj",)}
+    check_policy(QuantConfig(**patterns, clipped_ste=True), tiny.base.config, names)
+    check_policy(FP8.replace(exclude=("*fc", "midlayer.*")), tiny.base.config, names)
+    check_policy(QuantConfig(base="none", draft="none"), tiny.base.config, names)
 
 
 def test_frozen_weights_are_rounded_once(tiny: Tiny, folder: Path) -> None:
