@@ -281,8 +281,7 @@ def load(
     """Base and draft of a checkpoint in the current layout. Collective. Raises UserError for a mismatch.
 
     Args:
-        layers: what the base's layers are built from.
-        draft_transformer_impl, draft_fp8_recipe, draft_class: see `convert`.
+        layers: of the base. draft_transformer_impl, draft_fp8_recipe, draft_class: see `convert`.
     """
     loaded = load_checkpoint(
         folder, initialize(), dtype=dtype, base_path=base_path, layers=layers, draft_impl=draft_transformer_impl,
