@@ -9,6 +9,20 @@ given() { # flag, words left, value: refuses a missing or empty one, and names o
   seen="$seen $1"
 }
 number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a positive integer"; } # flag, value
+half_of() { # file of recorded options, /proc/cpuinfo; sets `half`: a run keeps the arithmetic that it began with
+  half=()
+  if [ -f "$1" ]; then
+    [[ " $(cat "$1") " != *" half=--bf16 "* ]] || half=(--bf16)
+  elif grep -qsE 'avx512_bf16|amx_bf16' "$2"; then # twice the speed of fp32
+    half=(--bf16)
+  fi
+  if [ ${#half[@]} -eq 0 ]; then return; fi
+  if grep -qsE 'avx512_bf16|amx_bf16' "$2"; then
+    echo "this CPU computes in bf16: it writes the answers and trains in bf16, and validates in fp32"
+  else
+    echo "this run began in bf16 and goes on in it, which is slow on this CPU: another --output begins in fp32"
+  fi
+}
 draft_flags() { # algorithm, file of overrides or ''; sets `kind`
   case $1 in
     medusa) kind=(--export-algorithm medusa) ;;

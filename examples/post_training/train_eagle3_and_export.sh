@@ -151,10 +151,7 @@ fi
 half=() # of the stages whose texts need not be the same in every row shape
 if [ "$num_gpu" -eq 0 ]; then
   export CUDA_VISIBLE_DEVICES=
-  if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then # twice the speed of fp32
-    half=(--bf16)
-    echo "this CPU computes in bf16: it writes the answers and trains in bf16, and validates in fp32"
-  fi
+  half_of "$output/.stages/options" /proc/cpuinfo
 fi
 
 # The interpreter: on GPU machines, one that has torch with CUDA and the other packages, else our own environment.

@@ -27,6 +27,12 @@ _WHY = {
 }
 
 
+def sglang_delivers_last_layer(architecture: str | None) -> bool:
+    """Whether a draft can capture the base's last layer: SGLang captures a layer's output where the next one begins,
+    and only its class of gpt-oss also where the final norm does."""
+    return architecture == "GptOssForCausalLM"
+
+
 def lost(architecture: str | None, drafting: Drafting, captures: Sequence[int] | None = None) -> dict[str, str]:
     """Engine -> why it does not serve such a draft with a base of this architecture.
 

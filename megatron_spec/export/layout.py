@@ -42,6 +42,8 @@ SERVED_BY: dict[str, tuple[str, ...]] = {
     "norm_before_fc_and_fc_norm": ("vllm", "sglang"),
 }  # fmt: skip
 """Option or property of `EagleConfig` -> engines that compute it; every engine computes what is not listed."""
+SERVED_EAGLE1: dict[str, tuple[str, ...]] = {"qk_norm": (), "attention_bias": ("vllm", "sglang", "trtllm")}
+"""The same of EAGLE-1 where it differs: its layer in SGLang is that of a Llama with the biases."""
 SHARED_SCALE = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),

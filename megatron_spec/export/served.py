@@ -6,7 +6,7 @@ from megatron_spec.config import BaseConfig, BlockConfig, DraftConfig, EagleConf
 from megatron_spec.config.rope import mscale
 from megatron_spec.export import bases
 from megatron_spec.export.block import unserved
-from megatron_spec.export.layout import SERVED_BY, is_default_captures
+from megatron_spec.export.layout import SERVED_BY, SERVED_EAGLE1, is_default_captures
 from megatron_spec.families import architecture_of
 
 ENGINES = ("trtllm", "vllm", "sglang")
@@ -50,17 +50,17 @@ def _options(config: DraftConfig) -> list[str]:
 
 def engines_of(config: DraftConfig) -> list[str]:
     """Engines that compute all options of an EAGLE draft."""
-    if config.regresses_state and "qk_norm" in _options(config):  # vLLM has these norms in EAGLE-3 alone
-        return []
-    return [e for e in ENGINES if all(e in SERVED_BY[name] for name in _options(config))]
+    served = SERVED_BY | SERVED_EAGLE1 if config.regresses_state else SERVED_BY
+    return [e for e in ENGINES if all(e in served[name] for name in _options(config))]
 
 
 def _last_layer(config: EagleConfig | BlockConfig, base: BaseConfig) -> list[str]:
-    if base.num_layers - 1 not in config.capture_layer_ids:
+    last = base.num_layers - 1
+    if last not in config.capture_layer_ids or bases.sglang_delivers_last_layer(architecture_of(base)):
         return []
     return [
-        f"layer {base.num_layers - 1} is the base's last layer, whose output SGLang never delivers to a draft: capture "
-        "earlier layers to serve with SGLang"
+        f"layer {last} is the base's last layer, whose output SGLang never delivers to a draft: capture earlier layers "
+        "to serve with SGLang"
     ]
 
 

@@ -68,35 +68,40 @@ class StepRows:
     target_R: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """The arguments of `fused_head` that have no gradient."""
+
+    steps: list[StepRows]
+    row_loss: RowLoss
+    in_place: RowLossInPlace | None
+    scale_: Scale | None
+    chunks: list[slice] | None
+    fp8: Any
+    order_N: Tensor | None
+    weigh: Weigh | None
+    epilogue: tuple[Any, float] | None
+
+
 class _FusedHead(torch.autograd.Function):
     """forward -> (weighted total, [T, 3] of loss sum, correct, overlap sum); gradients are computed in forward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        row_loss: RowLoss,
-        in_place: RowLossInPlace | None,
-        scale_: Scale | None,
-        chunks: list[slice] | None,
-        fp8: Any,
-        order_N: Tensor | None,
-        weigh: Weigh | None,
-        epilogue: tuple[Any, float] | None,
-        steps: list[StepRows],
-        weight_DH: Tensor,
-        *hidden_RH: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, given: _Given, weight_DH: Tensor, *hidden_RH: Tensor) -> tuple[Tensor, Tensor]:
         """See `fused_head`."""
+        in_place, fp8, order_N, epilogue = given.in_place, given.fp8, given.order_N, given.epilogue
         wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
         train = any(ctx.needs_input_grad)
         counts, products = [len(h) for h in hidden_RH], WeightProducts(weight_DH, fp8)
         x_NH, teacher, weight, target = (
-            x if order_N is None else x.index_select(0, order_N) for x in (_joined(list(hidden_RH)), *_facts(steps))
+            x if order_N is None else x.index_select(0, order_N)
+            for x in (_joined(list(hidden_RH)), *_facts(given.steps))
         )
-        gradient = weight_gradient(x_NH, weight_DH, fp8) if train and ctx.needs_input_grad[9] else None
+        gradient = weight_gradient(x_NH, weight_DH, fp8) if train and ctx.needs_input_grad[1] else None
         grad_NH = torch.empty_like(x_NH) if train else None
         weight = weight.to(wide)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
+        chunks = given.chunks
         if chunks is None:
             chunks = row_chunks(len(x_NH), chunk_rows(weight_DH, in_place is not None))
         for part in chunks:
@@ -106,17 +111,17 @@ class _FusedHead(torch.autograd.Function):
                 logits, largest = products.forward_largest(x_NH[part], *epilogue)
                 known = {"known": largest}
             grad: Tensor | Fp8Matrix = logits
-            if weigh is not None:
-                weight[part] *= weigh(logits, teacher[part], part, **known)
+            if given.weigh is not None:
+                weight[part] *= given.weigh(logits, teacher[part], part, **known)
             if in_place is not None:
-                given = (logits, teacher[part], weight[part])
+                rows = (logits, teacher[part], weight[part])
                 if train and fp8 is not None:
                     grad = Fp8Matrix.empty(len(logits), len(weight_DH), logits.device)
-                    found.append(in_place(*given, grad))
+                    found.append(in_place(*rows, grad))
                 else:
-                    found.append(in_place(*given, **known))
+                    found.append(in_place(*rows, **known))
             else:
-                result = row_loss(logits.to(wide), teacher[part])
+                result = given.row_loss(logits.to(wide), teacher[part])
                 found.append((result.loss_R, result.overlap_R, result.argmax_R))
                 grad = result.grad_RD.mul_(weight[part, None]).to(logits.dtype)
             if grad_NH is not None:
@@ -127,7 +132,7 @@ class _FusedHead(torch.autograd.Function):
         ctx.save_for_backward(
             None if gradient is None else gradient.result(), None if grad_NH is None else _restored(grad_NH, order_N)
         )
-        ctx.weight, ctx.counts, ctx.scale_ = weight_DH, counts, scale_
+        ctx.weight, ctx.counts, ctx.scale_ = weight_DH, counts, given.scale_
         ctx.mark_non_differentiable(stats)
         return total, stats
 
@@ -145,7 +150,7 @@ class _FusedHead(torch.autograd.Function):
             scaled = ctx.scale_(grad_NH, grad_total)
         else:
             scaled = grad_NH * grad_total.to(grad_NH.dtype)
-        return *([None] * 9), d_weight, *scaled.split(ctx.counts)
+        return None, d_weight, *scaled.split(ctx.counts)
 
 
 def chunk_rows(weight_DH: Tensor, in_place: bool = False, columns: int | None = None) -> int:
@@ -261,6 +266,6 @@ def fused_head(
         the number of correct rows and the overlap sum; fp32, equal on every TP rank.
     """
     assert in_place is not None or fp8 is epilogue is None
-    given = (row_loss, in_place, scale_, chunks, fp8, order_N, weigh, epilogue, steps, weight_DH)
-    out: tuple[Tensor, Tensor] = _FusedHead.apply(*given, *hidden_RH)  # type: ignore[no-untyped-call]
+    given = _Given(steps, row_loss, in_place, scale_, chunks, fp8, order_N, weigh, epilogue)
+    out: tuple[Tensor, Tensor] = _FusedHead.apply(given, weight_DH, *hidden_RH)  # type: ignore[no-untyped-call]
     return out

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from megatron_spec.config import BlockConfig, UserError
+from megatron_spec.export.bases import sglang_delivers_last_layer
 from megatron_spec.export.block import unserved
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.check.shared import check_fp8, check_rope, check_target
@@ -160,7 +161,7 @@ def _target_layers(folder: Folder) -> Iterator[Finding]:
             "num_target_layers", f"num_target_layers is {config.num_target_layers}, the target has {layers} layers",
             "write the target's number, or use a draft of this target",
         )  # fmt: skip
-    if layers - 1 in config.capture_layer_ids:
+    if layers - 1 in config.capture_layer_ids and not sglang_delivers_last_layer(folder.target_architecture):
         yield Finding(
             "capture_ids", f"the target's last layer ({layers - 1}) is captured, whose output SGLang never delivers",
             "train on layers before the last one, or serve with vLLM or TensorRT-LLM", ("sglang",),

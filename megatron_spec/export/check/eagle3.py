@@ -8,6 +8,7 @@ from megatron_spec.config import EagleConfig, UserError
 from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.config.rope import rope_values
 from megatron_spec.export import layout
+from megatron_spec.export.bases import sglang_delivers_last_layer
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.check.shared import check_biases, check_embedding, check_fp8, check_rope, check_target
 from megatron_spec.export.formats.eagle import CAPTURE_KEY
@@ -188,7 +189,7 @@ def _capture_ids(folder: Folder) -> Iterator[Finding]:
     ids = nested if nested is not None else [k - 1 for k in top or []]
     yield from _off_by_one(folder, top, nested)
     layers = _base_layers(folder)
-    if layers is not None and layers - 1 in ids:
+    if layers is not None and layers - 1 in ids and not sglang_delivers_last_layer(folder.target_architecture):
         yield Finding(
             "capture_ids", f"the target's last layer ({layers - 1}) is captured, whose output SGLang never delivers",
             "train on layers before the last one, or serve with vLLM or TensorRT-LLM", ("sglang",),

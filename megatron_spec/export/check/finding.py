@@ -58,6 +58,12 @@ class Folder:
         return [f"layers.{i}" for i in range(count)]
 
     @property
+    def target_architecture(self) -> str | None:
+        """First of the target's `architectures`."""
+        names = (self.base or {}).get("architectures")
+        return names[0] if isinstance(names, list) and names else None
+
+    @property
     def target_hidden(self) -> int:
         """Hidden size of the target."""
         base = (self.base or {}).get("hidden_size")

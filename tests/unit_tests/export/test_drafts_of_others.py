@@ -26,7 +26,7 @@ from megatron_spec.export.check import check_folder
 from megatron_spec.export.draft import export_draft
 from megatron_spec.export.load import load_draft, open_draft
 from megatron_spec.export.rewrite import rewrite
-from megatron_spec.export.served import check_exportable
+from megatron_spec.export.served import check_exportable, lost_engines
 from megatron_spec.export.verify import STARTING_POINT
 from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.attach import attach_quantizers
@@ -561,6 +561,11 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     base = home.reference.config
     last = presets.eagle_config(base, "eagle3", {"capture_layer_ids": [1, 7]})
     assert "SGLang never delivers" in check_exportable(last, base)[0]
+    assert check_exportable(last, base.replace(family="gpt_oss")) == check_exportable(
+        presets.eagle_config(base, "eagle3", {"capture_layer_ids": [1, 6]}), base
+    )
+    biased = presets.eagle_config(base, "eagle1", {"attention_bias": True})
+    assert set(lost_engines(biased, base)) == set() and "sglang" in check_exportable(biased, base)[0]
     assert "no engine loads an eagle-mtp" in check_exportable(presets.eagle_config(base, "eagle-mtp"), base)[0]
     assert check_exportable(presets.eagle_config(base), base) == []
     own = presets.eagle_config(base, overrides={"own_embed_tokens": True})

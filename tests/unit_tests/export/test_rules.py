@@ -287,6 +287,18 @@ def test_broken_rule_of_another_kind_is_found(tmp_path: Path, base: Path, name: 
     assert has_problem(findings, rule, message), findings
 
 
+def test_the_last_layer_of_gpt_oss_reaches_a_draft(tmp_path: Path, base: Path) -> None:
+    """SGLang captures it before the final norm; of other targets only what a next layer begins with."""
+    tensors, config = block("dflash")
+    config["dflash_config"]["target_layer_ids"] = [1, 7]
+    three = {TOP: [1, 3, 8], NESTED: {TOP: [0, 2, 7]}}
+    target = json.loads((base / "config.json").read_text())
+    for folder in (write(tmp_path / "b", tensors, config), write(tmp_path / "e", good()[0], {**good()[1], **three})):
+        for name, lost in (("GptOssForCausalLM", False), ("LlamaForCausalLM", True), (None, True)):
+            (base / "config.json").write_text(json.dumps({**target, **({"architectures": [name]} if name else {})}))
+            assert has_problem(check_folder(folder, base=base), "capture_ids", "SGLang never delivers") == lost
+
+
 def test_which_engines_compute_a_block_draft(tmp_path: Path, base: Path) -> None:
     """The masks and heads that each loader has."""
     expected = {

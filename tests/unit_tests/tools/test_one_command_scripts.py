@@ -267,3 +267,27 @@ def test_folders_of_others_are_not_removed(start: Any, tmp_path: Path, name: str
     assert [p.name for p in (tmp_path / "mine").rglob("*")] == [name, "weights"]
     code, said, started = start("train_eagle3_and_export.sh", "--base_model", "base", "--output", "")
     assert code == 2 and not started and "--output needs a value" in said
+
+
+@pytest.mark.parametrize(
+    ("recorded", "expected"), [(None, (True, False)), ("--bf16", (True, True)), ("", (False,) * 2)]
+)
+def test_a_run_on_a_cpu_keeps_its_arithmetic(tmp_path: Path, recorded: str | None, expected: tuple[bool, bool]) -> None:
+    """On one with bf16 instructions, and on one without."""
+    options = tmp_path / "options"
+    if recorded is not None:
+        options.write_text(f"algorithm=eagle3 recipe= half={recorded} files=\n")
+    found, said = [], []
+    for name, flags in (("new", "avx2 avx512_bf16 amx_tile"), ("old", "avx2")):
+        (tmp_path / name).write_text(f"flags : {flags}\n")
+        script = (
+            f'set -euo pipefail; . {SCRIPTS}/algorithms.sh; half_of {options} {tmp_path}/{name}; echo "${{half[*]}}"'
+        )
+        *told, half = subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, check=True
+        ).stdout.splitlines()  # fmt: skip
+        found.append(half == "--bf16")
+        said.append(" ".join(told))
+    assert tuple(found) == expected
+    assert ("this CPU computes in bf16" in said[0]) == expected[0]
+    assert ("began in bf16 and goes on in it" in said[1]) == expected[1]
