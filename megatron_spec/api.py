@@ -25,7 +25,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import COMPUTES, BaseReference
-from megatron_spec.checkpoint.spec import CheckpointSpec, recorded_objective, resolve
+from megatron_spec.checkpoint.spec import CheckpointSpec, recorded_calls, recorded_objective, resolve
 from megatron_spec.commands.convert import check_source, first_draft, own_module, published_draft, requested_config
 from megatron_spec.commands.runs import ConvertRun
 from megatron_spec.config import (
@@ -84,7 +84,7 @@ class SpecModel:
         reference: the base on disk, needed to save and export.
         quant: the quantisation policy, if quantised.
         iteration: calls with gradients so far. It decides, with torch's seed, what a draft draws (anchors, dropped
-            rows, noise), and `ObjectiveConfig.backbone_iters` counts it; `load` sets it to the iteration saved.
+            rows, noise), and `ObjectiveConfig.backbone_iters` counts it; `save` and `load` keep it.
     """
 
     base: FrozenBase
@@ -250,10 +250,10 @@ def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer:
     _check_quantised(model.base, model.quant)
     spec = CheckpointSpec(link(model.reference), model.draft.config, model.quant, iteration, own_class(model.draft))
     amax = base_amax_state(model.base) if model.quant is not None and model.quant.base != "none" else None
-    extra = {"iteration": iteration, "consumed_samples": 0, "objective": model.objective.to_dict()}
     return sharded.save(
-        folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax, keep=keep
-    )
+        folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, base_amax=amax, keep=keep,
+        extra={"iteration": iteration, "calls": model.iteration, "objective": model.objective.to_dict()},
+    )  # fmt: skip
 
 
 def _check_quantised(base: FrozenBase, quant: QuantConfig | None) -> None:
@@ -281,27 +281,26 @@ def load(
     """Base and draft of a checkpoint in the current layout. Collective. Raises UserError for a mismatch.
 
     Args:
-        layers: what the base's layers are built from.
-        draft_transformer_impl, draft_fp8_recipe, draft_class: see `convert`.
+        layers: of the base. draft_transformer_impl, draft_fp8_recipe, draft_class: see `convert`.
     """
     loaded = load_checkpoint(
         folder, initialize(), dtype=dtype, base_path=base_path, layers=layers, draft_impl=draft_transformer_impl,
         draft_fp8_recipe=draft_fp8_recipe, draft_class=draft_class,
     )  # fmt: skip
-    known = loaded.extra.get("objective")
+    known, calls = loaded.extra.get("objective"), recorded_calls(loaded.extra)
     objective = recorded_objective(loaded.spec.draft, known) if known else ObjectiveConfig()
-    done = int(loaded.extra.get("iteration", 0))
-    return SpecModel(loaded.base, loaded.draft, loaded.vocab, loaded.base_ref, objective, loaded.spec.quant, done)
+    return SpecModel(loaded.base, loaded.draft, loaded.vocab, loaded.base_ref, objective, loaded.spec.quant, calls)
 
 
 def load_optimizer(model: SpecModel, folder: str | Path, optimizer: Any) -> int:
-    """Load the optimizer state written by `save` into an optimizer over `model.draft`. Collective.
+    """Load what `save` wrote into a model and an optimizer over `model.draft`; returns its iteration. Collective.
 
-    Returns the iteration of the checkpoint, which a new scheduler has to be told: scheduler.step(increment=iteration).
-    Raises UserError if it has no matching optimizer state.
+    Tell it to a new scheduler: scheduler.step(increment=iteration). Raises UserError without matching optimizer state.
     """
     _check_optimizer(optimizer)
-    return int(sharded.load(resolve(folder), model.draft, model.world, optimizer=optimizer)["iteration"])
+    extra = sharded.load(resolve(folder), model.draft, model.world, optimizer=optimizer)
+    model.iteration = recorded_calls(extra)
+    return int(extra["iteration"])
 
 
 def quantize(

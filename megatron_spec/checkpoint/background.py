@@ -1,7 +1,8 @@
 """Checkpoints written by a second process while training continues, with megatron-core's asynchronous save.
 
 Tensors are copied to the host when the save begins; a forked process then writes them. All ranks publish together once
-every one of them has finished, so a run killed in between leaves only a temporary folder.
+every one of them has finished, so a run killed in between leaves only a temporary folder. Its writers end with it: they
+hold a copy of draft and optimizer, and would write into the folder of a run that resumes at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_spec.checkpoint.results import threads_write
 from megatron_spec.config import UserError
-from megatron_spec.runtime.children import managers_end_with_parent
+from megatron_spec.runtime.children import ends_with_parent, managers_end_with_parent
 
 _NO_RESULT = "results_queue should not be empty"
 """megatron-core's error when a writer has ended without a result."""
@@ -47,6 +48,8 @@ class BackgroundWriter:
         with guard(), managers_end_with_parent(), threads_write():
             request: Any = dist_checkpointing.save(state, str(folder), **options)
             request.add_finalize_fn(publish)
+            if request.async_fn is not None:  # else this rank writes nothing
+                request = request._replace(async_fn=ends_with_parent(request.async_fn))
             self._queue.schedule_async_request(request)
 
     def poll(self) -> None:

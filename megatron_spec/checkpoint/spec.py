@@ -215,3 +215,8 @@ def recorded_objective(config: DraftConfig, values: dict[str, Any]) -> Objective
     if isinstance(config, BlockConfig):
         changes = {"step_decay": None, "step_weights": None}
     return presets.objective_for(config, ObjectiveConfig.from_dict(values | changes))
+
+
+def recorded_calls(values: dict[str, Any]) -> int:
+    """Calls of a draft in training up to a checkpoint; its draws depend on them. One in each iteration of a run."""
+    return int(values.get("calls", values.get("iteration", 0)))

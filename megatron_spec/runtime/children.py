@@ -34,6 +34,17 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
+def ends_with_parent(work: Callable[..., object]) -> Callable[..., object]:
+    """`work` for a forked process, which ends with its parent."""
+
+    def watched(*args: Any, **options: Any) -> object:
+        """`end_with_parent`, then `work`."""
+        end_with_parent()
+        return work(*args, **options)
+
+    return watched
+
+
 class _Initializer:
     """Starts the watch on the parent, then runs the manager's own initializer."""
 

@@ -29,9 +29,18 @@ POOL = """
 found = ordered_map(Work, (), itertools.count(), 2)
 next(found)
 """
+WRITER = """
+distributed.initialize()
+background.dist_checkpointing.save = lambda *_, **__: AsyncRequest(signal.pause, (), [])
+background.BackgroundWriter().save({}, Path("a/b/c"), print, contextlib.nullcontext)
+"""
 PROGRAM = """
-import itertools, multiprocessing, os, signal
+import contextlib, itertools, multiprocessing, os, signal
+from pathlib import Path
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron_spec.checkpoint import background
 from megatron_spec.data.workers import ordered_map
+from megatron_spec.runtime import distributed
 from megatron_spec.runtime.children import managers_end_with_parent
 from tests.unit_tests.runtime.test_children import Work
 if __name__ == "__main__":
@@ -48,7 +57,9 @@ class Work:
         return 2 * x
 
 
-@pytest.mark.parametrize("body", [MANAGER, STOPPED, POOL], ids=["manager", "manager after a signal", "pool"])
+@pytest.mark.parametrize(
+    "body", [MANAGER, STOPPED, POOL, WRITER], ids=["manager", "manager after a signal", "pool", "writer"]
+)
 def test_output_ends_with_a_killed_parent(body: str) -> None:
     program = PROGRAM.replace("{body}", body.strip().replace("\n", "\n    "))
     # capture_output waits until the last process that holds the pipes is gone
