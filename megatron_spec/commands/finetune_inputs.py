@@ -193,7 +193,7 @@ def arithmetic(run: FinetuneRun) -> dict[str, Any]:
     """What rounds in base and draft, by flag."""
     layers = {f"--{name.replace('_', '-')}": value for name, value in run.layers.to_dict().items()}
     return {
-        **layers, "--base-fp8": run.base_fp8, "--draft-fp8": run.draft_fp8, "--draft-fp8-recipe": run.draft_fp8_recipe,
+        **layers, "--plain": run.plain, "--base-fp8": run.base_fp8, "--draft-fp8": run.draft_fp8, "--draft-fp8-recipe": run.draft_fp8_recipe,
         "--draft-transformer-impl": run.draft_transformer_impl,
     }  # fmt: skip
 
