@@ -120,6 +120,21 @@ def test_a_folder_keeps_its_draft(start: Any, tmp_path: Path) -> None:
     assert code == 0 and len(started) == 1 and "--model and --algorithm are not read" in said
 
 
+def test_values_are_given_once(start: Any) -> None:
+    """An empty value, of a variable that is not set, did not count; the first of two was dropped without a word."""
+    for name in ("--data", "--draft_vocab", "--eagle_config"):
+        code, said, started = start("launch_train.sh", "--model", "base", "--output_dir", "out", name, "")
+        assert code == 2 and not started and f"{name} needs a value" in said
+    model = ("--model", "base", "--output_dir", "out")
+    code, said, _ = start("launch_train.sh", *model, "--num_epochs", "1", "--num_epochs", "2")
+    assert code == 0 and "--num_epochs 2 replaces the one given before it" in said
+    code, said, started = start(
+        "train_eagle3_and_export.sh", "--ttt_steps", "1", "--base_model", "base", "--output", "o"
+    )
+    assert code == 0 and "replaces" not in said
+    assert {run.objective.ttt_steps for name, run in started if name == "finetune"} == {1}
+
+
 def test_chain_validates_again_with_other_settings(start: Any, tmp_path: Path) -> None:
     """When started again, only steps affected by new options run; other training options need another folder."""
     chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--output", "chain")
@@ -252,7 +267,7 @@ def test_folders_of_others_are_not_removed(start: Any, tmp_path: Path, name: str
     assert code == 2 and not started and f"error: mine/{name} is there, and no run of this script made it" in said
     assert [p.name for p in (tmp_path / "mine").rglob("*")] == [name, "weights"]
     code, said, started = start("train_eagle3_and_export.sh", "--base_model", "base", "--output", "")
-    assert code == 2 and not started and "--output needs a folder" in said
+    assert code == 2 and not started and "--output needs a value" in said
 
 
 @pytest.mark.parametrize(
