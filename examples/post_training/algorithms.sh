@@ -2,6 +2,12 @@
 differences() { # file of recorded options, those given: what differs
   { diff <(tr ' ' '\n' < "$1") <(tr ' ' '\n' <<< "$2") || true; } | sed -n 's/^< /recorded /p; s/^> /given /p' | paste -sd, | sed 's/,/, /g'
 }
+seen=""
+given() { # flag, words left, value: refuses a missing or empty one, and names one that is replaced
+  [ "$2" -ge 2 ] && [ -n "$3" ] || fail "$1 needs a value"
+  [[ "$seen " != *" $1 "* ]] || echo "$1 $3 replaces the one given before it" >&2
+  seen="$seen $1"
+}
 number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a positive integer"; } # flag, value
 half_of() { # file of recorded options, /proc/cpuinfo; sets `half`: a run keeps the arithmetic that it began with
   half=()

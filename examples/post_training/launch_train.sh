@@ -38,7 +38,7 @@ fail() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
   [ "$1" = -- ] && { shift; break; }
   case $1 in -h|--help) usage; exit 0 ;; esac
-  [ $# -ge 2 ] || fail "$1 needs a value"
+  given "$1" $# "${2:-}"
   case $1 in
     --algorithm) algorithm=$2 ;; --eval_data) eval=$2 ;; --eval_interval) eval_interval=$2 ;;
     --model) model=$2 ;; --data) data=$2 ;; --offline-data) offline=$2 ;; --output_dir) output=$2 ;;

@@ -54,12 +54,11 @@ while [ $# -gt 0 ]; do
     -h|--help) sed -n '2,10s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
     --base_model|--tokenizer|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--algorithm|--eagle_config|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
     --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts|--eval_tokens|--step_decay|--beta2|--recipe|--synthesize|--temperature|--sa_threshold|--draft_len)
-      [ $# -ge 2 ] || fail "$1 needs a value"
+      given "$1" $# "${2:-}"
       printf -v "${1#--}" '%s' "$2"; shift 2 ;;
     *) usage >&2; fail "unknown option $1" ;;
   esac
 done
-[ -n "$output" ] || fail "--output needs a folder"
 for name in tp pp batch draft_vocab train_iters seq_length ttt_steps max_new_tokens num_prompts eval_prompts eval_tokens synthesize sa_threshold draft_len; do
   number "--$name" "${!name:-1}"
 done
@@ -77,9 +76,14 @@ case $recipe in
   *) fail "--recipe $recipe: expected paper or short" ;;
 esac
 [ -z "$data" ] || [ -z "$synthesize$prompts" ] || fail "--data has conversations: leave --synthesize and --prompts out"
-[ -z "$data" ] || [ -z "$temperature" ] || fail "--data has answers: leave --temperature out"
+[ -z "$data" ] || [ -z "$temperature$max_new_tokens" ] || fail "--data has answers: leave --temperature and --max_new_tokens out"
 [ -z "$data" ] || [ -z "$num_prompts" ] || fail "--data is read whole: leave --num_prompts out"
-[ -z "$synthesize" ] || [ -n "$prompts" ] || [ -z "$num_prompts" ] || fail "--synthesize says how many questions are written: leave --num_prompts out, or give --prompts"
+if [ -n "$num_prompts" ] && [ -z "$prompts" ] && { [ -n "$synthesize" ] || [ "$recipe" = short ]; }; then
+  fail "--synthesize (24576 with --recipe short) says how many questions are written: leave --num_prompts out, or give --prompts"
+fi
+[ "$algorithm$ttt_steps" != p-eagle1 ] || fail "--ttt_steps 1: p-eagle proposes several tokens at once: give 2 or more"
+[ "$loss" != ce_l1 ] || [[ $algorithm = dflash || $algorithm = dspark ]] || fail "--loss ce_l1 is for dflash and dspark, found $algorithm"
+[ "$ttt_steps" != 1 ] || [ -z "$step_decay" ] || fail "--step_decay does nothing with --ttt_steps 1: leave it out"
 if [ -z "$heldout" ] && [ -n "$base_model" ] && [ -f "$root/runs/mt_bench.jsonl" ]; then
   heldout=$root/runs/mt_bench.jsonl
 elif [ -z "$heldout" ]; then
@@ -116,6 +120,7 @@ if [ -z "$base_model" ]; then
   : "${draft_vocab:=4096}" "${train_iters:=460}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
   : "${ttt_steps:=3}" "${max_new_tokens:=96}" "${loss:=lk}" "${num_prompts:=320}" "${step_decay:=0.6}" "${beta2:=0.99}"
   : "${eval_prompts:=24}" "${eval_tokens:=80}"
+  [ "$ttt_steps" -gt 1 ] || step_decay="" # which weighs later steps
 elif [ "$recipe" = short ]; then
   [ -n "$data$prompts" ] || : "${synthesize:=24576}"
   : "${draft_vocab:=32000}" "${qat_iters:=0}" "${batch:=32}" "${seq_length:=384}" "${lr:=1e-3}"
@@ -247,14 +252,11 @@ stage() { # name, output that only this stage makes ('' when the command continu
   --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab" "${words[@]}"
 stage convert "$output/draft" launch convert_model.py "${kind[@]}" "${vocabulary[@]}" --load "$base" --save "$output/draft"
 stage finetune "" launch finetune.py --load "$output/draft" --save "$output/finetuned" "${training[@]}" "${cache[@]}" "${schedule[@]}"
-# P-EAGLE proposes no more than it was trained for.
-[ "$algorithm" != p-eagle ] || [ "$ttt_steps" -ge 3 ] || : "${draft_len:=$ttt_steps}"
 served=() # the length in the serving configuration: there is none for the other drafts
 case $algorithm in eagle3|eagle3.1|p-eagle|dflash|dspark) served=(${draft_len:+--max-draft-len "$draft_len"}) ;; esac
 stage export_bf16 "$output/export_bf16" launch export.py --load "$output/finetuned" --export-dir "$output/export_bf16" \
   --export-extra-modules "${served[@]}"
-: "${draft_len:=3}"
-measure=(--data "$heldout" --max-draft-len "$draft_len" --max-new-tokens "$eval_tokens" --batch-size 24 --num-prompts "$eval_prompts" \
+measure=(--data "$heldout" ${draft_len:+--max-draft-len "$draft_len"} --max-new-tokens "$eval_tokens" --batch-size 24 --num-prompts "$eval_prompts" \
   "${words[@]}")
 stage validate_bf16 "" launch validate.py --load "$output/finetuned" "${measure[@]}" --output "$output/validate_bf16.json"
 [ -z "$sa_threshold" ] || stage validate_lookup "" launch validate.py --load "$output/finetuned" "${measure[@]}" \

@@ -66,8 +66,9 @@ def _from_speculators(raw: dict[str, Any], base_layers: int | None) -> dict[str,
         raise UserError(f"aux_hidden_state_layer_ids is {states!r}, expected 'state after k layers', from 1")
     if kind == "dspark" and flat.get("sample_from_anchor") is None:
         raise UserError(
-            "sample_from_anchor is missing: speculators trained old drafts with false and newer ones with true, so "
-            "write what this one was trained with"
+            "sample_from_anchor is missing: speculators before 0.7.0 trained with false (a slot predicts its own "
+            "token, speculative_tokens is block_size - 1), since then with true by default (the next token, "
+            "block_size): write true if this draft was trained so; with false it is not supported"
         )
     ids = [k - 1 for k in states]
     flat |= {"architectures": ARCHITECTURES[kind], "target_layer_ids": ids}

@@ -227,7 +227,8 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "dflash", lambda c, t: of_speculators(c, t, aux_hidden_state_layer_ids=[0, 4, 5]), r"is \[0, 4, 5\], expected"
     ),
     "an old DSpark": (
-        "dspark", lambda c, t: of_speculators(c, t, sample_from_anchor=None), "sample_from_anchor is missing"
+        "dspark", lambda c, t: of_speculators(c, t, sample_from_anchor=None),
+        "sample_from_anchor is missing: speculators before 0.7.0 trained with false .* with false it is not supported",
     ),
     "another anchor": (
         "dspark", lambda c, t: of_speculators(c, t, sample_from_anchor=False), "found sample_from_anchor False"

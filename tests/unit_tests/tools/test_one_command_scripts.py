@@ -82,6 +82,7 @@ def test_every_algorithm(start: Any, tmp_path: Path, algorithm: str) -> None:
         "convert_model", "finetune", "export", "validate", "quantize", "finetune", "export", "validate"
     ]  # fmt: skip
     assert kind(started[0][1]) == asked and started[4][1].policy == policy
+    assert {run.draft_lens for name, run in started if name == "validate"} == {None}  # as the draft allows
     code, said, started = start("train_eagle3_and_export.sh", *chain, "--draft_len", "3")
     served = 3 if algorithm in ("eagle3", "eagle3.1", "p-eagle", "dflash", "dspark") else None  # export.py refuses more
     assert [run.max_draft_len for name, run in started if name == "export"] == [served] * 2, said
@@ -117,6 +118,21 @@ def test_a_folder_keeps_its_draft(start: Any, tmp_path: Path) -> None:
     assert "--eagle_config and --draft_vocab do nothing" in start(*arguments, *changed[2])[1]
     code, said, started = start(*arguments)
     assert code == 0 and len(started) == 1 and "--model and --algorithm are not read" in said
+
+
+def test_values_are_given_once(start: Any) -> None:
+    """An empty value, of a variable that is not set, did not count; the first of two was dropped without a word."""
+    for name in ("--data", "--draft_vocab", "--eagle_config"):
+        code, said, started = start("launch_train.sh", "--model", "base", "--output_dir", "out", name, "")
+        assert code == 2 and not started and f"{name} needs a value" in said
+    model = ("--model", "base", "--output_dir", "out")
+    code, said, _ = start("launch_train.sh", *model, "--num_epochs", "1", "--num_epochs", "2")
+    assert code == 0 and "--num_epochs 2 replaces the one given before it" in said
+    code, said, started = start(
+        "train_eagle3_and_export.sh", "--ttt_steps", "1", "--base_model", "base", "--output", "o"
+    )
+    assert code == 0 and "replaces" not in said
+    assert {run.objective.ttt_steps for name, run in started if name == "finetune"} == {1}
 
 
 def test_chain_validates_again_with_other_settings(start: Any, tmp_path: Path) -> None:
@@ -251,7 +267,7 @@ def test_folders_of_others_are_not_removed(start: Any, tmp_path: Path, name: str
     assert code == 2 and not started and f"error: mine/{name} is there, and no run of this script made it" in said
     assert [p.name for p in (tmp_path / "mine").rglob("*")] == [name, "weights"]
     code, said, started = start("train_eagle3_and_export.sh", "--base_model", "base", "--output", "")
-    assert code == 2 and not started and "--output needs a folder" in said
+    assert code == 2 and not started and "--output needs a value" in said
 
 
 @pytest.mark.parametrize(
