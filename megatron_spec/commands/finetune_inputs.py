@@ -193,8 +193,8 @@ def arithmetic(run: FinetuneRun) -> dict[str, Any]:
     """What rounds in base and draft, by flag."""
     layers = {f"--{name.replace('_', '-')}": value for name, value in run.layers.to_dict().items()}
     return {
-        **layers, "--plain": run.plain, "--base-fp8": run.base_fp8, "--draft-fp8": run.draft_fp8, "--draft-fp8-recipe": run.draft_fp8_recipe,
-        "--draft-transformer-impl": run.draft_transformer_impl,
+        **layers, "--base-fp8": run.base_fp8, "--draft-fp8": run.draft_fp8, "--draft-fp8-recipe": run.draft_fp8_recipe,
+        "--plain": run.plain, "--draft-transformer-impl": run.draft_transformer_impl,
     }  # fmt: skip
 
 
