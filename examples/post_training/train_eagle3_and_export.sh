@@ -252,14 +252,11 @@ stage() { # name, output that only this stage makes ('' when the command continu
   --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab" "${words[@]}"
 stage convert "$output/draft" launch convert_model.py "${kind[@]}" "${vocabulary[@]}" --load "$base" --save "$output/draft"
 stage finetune "" launch finetune.py --load "$output/draft" --save "$output/finetuned" "${training[@]}" "${cache[@]}" "${schedule[@]}"
-# P-EAGLE proposes no more than it was trained for.
-[ "$algorithm" != p-eagle ] || [ "$ttt_steps" -ge 3 ] || : "${draft_len:=$ttt_steps}"
 served=() # the length in the serving configuration: there is none for the other drafts
 case $algorithm in eagle3|eagle3.1|p-eagle|dflash|dspark) served=(${draft_len:+--max-draft-len "$draft_len"}) ;; esac
 stage export_bf16 "$output/export_bf16" launch export.py --load "$output/finetuned" --export-dir "$output/export_bf16" \
   --export-extra-modules "${served[@]}"
-: "${draft_len:=3}"
-measure=(--data "$heldout" --max-draft-len "$draft_len" --max-new-tokens "$eval_tokens" --batch-size 24 --num-prompts "$eval_prompts" \
+measure=(--data "$heldout" ${draft_len:+--max-draft-len "$draft_len"} --max-new-tokens "$eval_tokens" --batch-size 24 --num-prompts "$eval_prompts" \
   "${words[@]}")
 stage validate_bf16 "" launch validate.py --load "$output/finetuned" "${measure[@]}" --output "$output/validate_bf16.json"
 [ -z "$sa_threshold" ] || stage validate_lookup "" launch validate.py --load "$output/finetuned" "${measure[@]}" \

@@ -194,7 +194,7 @@ def arithmetic(run: FinetuneRun) -> dict[str, Any]:
     layers = {f"--{name.replace('_', '-')}": value for name, value in run.layers.to_dict().items()}
     return {
         **layers, "--base-fp8": run.base_fp8, "--draft-fp8": run.draft_fp8, "--draft-fp8-recipe": run.draft_fp8_recipe,
-        "--draft-transformer-impl": run.draft_transformer_impl,
+        "--plain": run.plain, "--draft-transformer-impl": run.draft_transformer_impl,
     }  # fmt: skip
 
 

@@ -208,6 +208,7 @@ def test_another_arithmetic_is_reported(root: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING), pytest.raises(UserError, match="--base-fp8 cannot run here"):
         again(root, base_fp8=True)
     assert "continues with different arithmetic: --base-fp8 False -> True" in caplog.text
+    assert again(root, plain=True)[1] and "arithmetic: --plain False -> True" in caplog.text
 
 
 def test_weights_of_steps_stay(root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

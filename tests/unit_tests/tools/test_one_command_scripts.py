@@ -82,6 +82,7 @@ def test_every_algorithm(start: Any, tmp_path: Path, algorithm: str) -> None:
         "convert_model", "finetune", "export", "validate", "quantize", "finetune", "export", "validate"
     ]  # fmt: skip
     assert kind(started[0][1]) == asked and started[4][1].policy == policy
+    assert {run.draft_lens for name, run in started if name == "validate"} == {None}  # as the draft allows
     code, said, started = start("train_eagle3_and_export.sh", *chain, "--draft_len", "3")
     served = 3 if algorithm in ("eagle3", "eagle3.1", "p-eagle", "dflash", "dspark") else None  # export.py refuses more
     assert [run.max_draft_len for name, run in started if name == "export"] == [served] * 2, said
