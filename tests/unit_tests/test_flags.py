@@ -328,6 +328,7 @@ def test_settings_without_effect_are_refused() -> None:
         (lambda: TrainConfig(lr_decay_style="constant", min_lr=1e-6), "min_lr does nothing with lr_decay_style"),
         (lambda: TrainConfig(lr_decay_style="constant", lr_decay_iters=3), "lr_decay_iters does nothing"),
         (lambda: runs.ConvertRun("b", "s", draft="d", seed=1), "--seed does nothing with --draft"),
+        (lambda: runs.ConvertRun("b", "s", algorithm="medusa", seed=1), "--seed does nothing with --export-algorithm"),
         (lambda: runs.ConvertRun("b", "s", eagle_algorithm="eagle-mtp", mtp_from_base=True, seed=1), "--mtp-from-base"),
         (lambda: runs.GenerateRun(None, "o", base="b", synthesize=2, num_prompts=2), "--num-prompts is for --data"),
         (lambda: runs.GenerateRun("d", "o", base="b", decode=DecodeConfig(seed=3)), "--seed has no effect at temp"),

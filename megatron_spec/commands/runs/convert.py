@@ -79,6 +79,8 @@ class ConvertRun(Parallel, Precision, Layers, DraftRequest):
     def validate(self) -> None:
         """Raise UserError for flags that contradict one another."""
         super().validate()
-        flag = "--mtp-from-base" if self.mtp_from_base else "--draft"
-        if (self.mtp_from_base or self.draft is not None) and self.sets("seed"):
-            raise UserError(f"--seed does nothing with {flag}, which initialises no weights: leave it out")
+        fixed = "--mtp-from-base" if self.mtp_from_base else "--draft" if self.draft is not None else None
+        if fixed is None and self.algorithm == "medusa":
+            fixed = "--export-algorithm medusa"  # heads begin as the base's LM head
+        if fixed is not None and self.sets("seed"):
+            raise UserError(f"--seed does nothing with {fixed}, which draws no weights: leave it out")
