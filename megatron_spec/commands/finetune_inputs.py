@@ -149,10 +149,9 @@ def _policy(quant: QuantConfig | None) -> str:
 
 
 def content_file(run: FinetuneRun) -> Path:
-    """The file that identifies the training data. Raises UserError unless there is exactly one source of samples."""
-    if (run.data is None) == (run.offline_data is None):
-        found = "neither" if run.data is None else "both"
-        raise UserError(f"give one of --data and --offline-data (which contains its samples): found {found}")
+    """The file that identifies the training data. Raises UserError without a source of samples."""
+    if run.data is None and run.offline_data is None:
+        raise UserError("give one of --data and --offline-data (which contains its samples): found neither")
     if run.data is not None:
         check_file(run.data)
         return Path(run.data)

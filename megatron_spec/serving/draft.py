@@ -83,9 +83,9 @@ class Speculation:
         size = self.max_matching_ngram_size
         if size is not None and size < 1 and not (self.method == "sa" and size == -1):
             raise UserError(f"--max-matching-ngram-size must be at least 1 (or -1, the longest, of SA), found {size}")
-        if self.relaxed is not None and (self.relaxed[0] < 1 or self.relaxed[1] < 0):
+        if self.relaxed is not None and (self.relaxed[0] < 2 or self.relaxed[1] <= 0):  # else only the best is accepted
             raise UserError(
-                f"--relaxed-topk {self.relaxed[0]} --relaxed-delta {self.relaxed[1]}: expected at least 1 and 0"
+                f"--relaxed-topk {self.relaxed[0]} --relaxed-delta {self.relaxed[1]}: expected at least 2 and above 0"
             )
         if self.method in _SECOND_MODEL and not self.model:
             raise UserError(f"{NAMES[self.method]} drafts with a second, smaller model: give --draft-model")

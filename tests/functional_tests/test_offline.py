@@ -149,12 +149,11 @@ def test_invalid_input_is_refused(
     values: dict[str, Any] = {"data": None, "offline_data": "store", **changes}
     for name in ("data", "offline_data"):
         values[name] = values[name] and f"{root}/{values[name]}"
-    run = FinetuneRun(
-        f"{root}/draft", f"{root}/new", train=TrainConfig(train_iters=1), objective=ObjectiveConfig(),
-        parallel=ParallelConfig(), **values,
-    )  # fmt: skip
     with pytest.raises(UserError, match=message):
-        resolve(run)
+        resolve(FinetuneRun(
+            f"{root}/draft", f"{root}/new", train=TrainConfig(train_iters=1), objective=ObjectiveConfig(),
+            parallel=ParallelConfig(), **values,
+        ))  # fmt: skip
 
 
 def test_features_of_another_base_are_refused(runs: tuple[Path, dict[str, list[float]]]) -> None:

@@ -113,16 +113,19 @@ class FinetuneRun(Parallel, ChatText, MovedBase, DraftModules, ModelRun):
 
     def validate(self) -> None:
         """Raise UserError for flags that are missing or contradict one another."""
-        if self.dry_run:
-            return
-        require(bool(self.save), "--save is required")
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise UserError(
                 "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other"
             )
-        if bool(self.train_epochs) == bool(self.train.train_iters):
-            found = "both" if self.train_epochs else "neither"
-            raise UserError(f"give one of --train-iters and --train-epochs: found {found}")
+        if self.data is not None and self.offline_data is not None:
+            raise UserError("give one of --data and --offline-data (which contains its samples): found both")
+        if self.train_epochs and self.train.train_iters:
+            raise UserError("give one of --train-iters and --train-epochs: found both")
+        if self.dry_run:
+            return
+        require(bool(self.save), "--save is required")
+        if not (self.train_epochs or self.train.train_iters):
+            raise UserError("give one of --train-iters and --train-epochs: found neither")
         if self.num_nodes or self.gpus_per_node or self.gpu_memory_gib:
             raise UserError(
                 "--num-nodes, --gpus-per-node and --gpu-memory-gib belong to --dry-run; torchrun starts processes"

@@ -216,10 +216,12 @@ def test_flags_that_the_run_refuses(folder: str) -> None:
         ({"base_fp8": True, "feature_cache": "f"}, "--base-fp8 is for features computed as training goes"),
         ({"layers": fp8, "evaluation": held_out}, "decodes with the base, which --fp8-format leaves out"),
         ({"offline_data": "f", "evaluation": held_out}, "decodes with the base, which --offline-data leaves out"),
+        ({"offline_data": "f", "data": "d"}, "give one of --data and --offline-data .*: found both"),
+        ({"train_epochs": 1}, "give one of --train-iters and --train-epochs: found both"),
     ):
-        run = FinetuneRun(load=folder, train=TrainConfig(bf16=True, global_batch_size=8), dry_run=True, **fields)  # type: ignore[arg-type]
+        train = TrainConfig(bf16=True, global_batch_size=8, train_iters=1)
         with pytest.raises(UserError, match=reason):
-            plan(run)
+            plan(FinetuneRun(load=folder, train=train, dry_run=True, **fields))  # type: ignore[arg-type]
 
 
 def test_the_plan_follows_every_flag(folder: str, tmp_path: Path) -> None:

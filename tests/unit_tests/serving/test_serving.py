@@ -589,9 +589,10 @@ def test_triton_loads_the_drafted_model(tmp_path: Path, capsys: pytest.CaptureFi
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--relaxed-topk", "3"], "--relaxed-topk needs"),
         (["--method", "mtp", "--engine", "trtllm", "--relaxed-topk", "3"], "need each other"),
         (
-            ["--method", "mtp", "--engine", "trtllm", "--relaxed-topk", "0", "--relaxed-delta", "1"],
-            "expected at least 1",
+            ["--method", "mtp", "--engine", "trtllm", "--relaxed-topk", "1", "--relaxed-delta", "1"],
+            "expected at least 2 and above 0",
         ),
+        (["--method", "mtp", "--engine", "trtllm", "--relaxed-topk", "9", "--relaxed-delta", "0"], "and above 0"),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--max-batch-size", "3"], "needs --engine trtllm"),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--draft-model", "d"], "--draft-model needs"),
         (["--method", "ngram", "--engine", "vllm", "--base", "b", "--image", "d"], "--image needs --docker"),
