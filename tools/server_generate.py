@@ -23,6 +23,9 @@ from megatron_spec import cli
 from megatron_spec.commands.runs import ChatText
 from megatron_spec.config import UserError
 
+SET_HERE = {"model", "messages", "tools", "n", "stream", "max_tokens", "temperature", "top_p", "top_k", "seed"}
+"""Parameters of a request that flags or this tool set."""
+
 
 def make_parser() -> cli.Parser:
     """The flags."""
@@ -73,13 +76,16 @@ def shard_path(output: str, shard: tuple[int, int]) -> Path:
 
 
 def extra_body(args: argparse.Namespace) -> dict[str, Any]:
-    """Request parameters beyond OpenAI's. Raises UserError if --extra-body is not a JSON object."""
+    """Request parameters beyond OpenAI's. Raises UserError if --extra-body is not a JSON object, or sets what this tool
+    sets, which it would replace."""
     try:
         extra = json.loads(args.extra_body or "{}")
     except ValueError as error:
         raise UserError(f"--extra-body is not JSON ({error})") from None
     if not isinstance(extra, dict):
         raise UserError(f"--extra-body {args.extra_body}: expected a JSON object")
+    if set_here := sorted(extra.keys() & SET_HERE):
+        raise UserError(f"--extra-body replaces {', '.join(set_here)} of every request: give its flag, or leave it out")
     return {**extra, **({} if args.top_k is None else {"top_k": args.top_k})}
 
 
@@ -100,6 +106,9 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--timeout {args.timeout}: expected a positive number of seconds")
     if args.temperature is not None and args.temperature < 0:
         raise UserError(f"--temperature {args.temperature}: expected a number of at least 0")
+    for name in ("top_p", "top_k", "seed") if args.temperature == 0 else ():
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} needs a --temperature above 0, found 0: leave it out")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top-p {args.top_p}: expected a number above 0 and at most 1")
     if not Path(args.data_path).is_file():

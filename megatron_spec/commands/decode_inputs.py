@@ -202,6 +202,10 @@ def resolve(
         positions = base_config.max_position_embeddings
         if lens is None and not decode.sets("max_draft_len"):
             decode = decode.replace(max_draft_len=default_length(decode, draft, trained, positions))
+        if decode.max_draft_len == 0:
+            raise UserError(
+                "--max-draft-len 0 drafts nothing: give at least 1, or --base alone to decode without a draft"
+            )
         check_lengths(decode, lens or (decode.max_draft_len,), draft, trained, positions=positions)
         check_tree_depth(decode, max(lens or (decode.max_draft_len,)))
     if kind == "User":

@@ -14,8 +14,18 @@ from megatron_spec.build import load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, locked, read_spec
 from megatron_spec.commands.checks import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
-from megatron_spec.config import BaseConfig, BlockConfig, DraftConfig, EagleConfig, MedusaConfig, UserError, flag_name
+from megatron_spec.config import (
+    BaseConfig,
+    BlockConfig,
+    DecodeConfig,
+    DraftConfig,
+    EagleConfig,
+    MedusaConfig,
+    UserError,
+    flag_name,
+)
 from megatron_spec.config.rope import read_rope
+from megatron_spec.decoding.options import check_lengths
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
 from megatron_spec.export.common import shared_folder
@@ -57,6 +67,8 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
             f"--max-draft-len: no serving configuration is written for {algorithm} in the format {run.format}; "
             "tools/make_serving_config.py writes one"
         )
+    if run.max_draft_len:
+        check_lengths(DecodeConfig(), (run.max_draft_len,), spec.draft)
     if run.export_embeddings and heads:
         raise UserError("--export-embeddings: a Medusa draft has no embedding")
     if run.medusa_pt and not heads:

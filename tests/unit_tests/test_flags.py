@@ -296,6 +296,9 @@ def test_no_yaml_for_what_tensorrt_llm_drops() -> None:
     assert _check(run, spec(presets.eagle_config(BASE)))
     with pytest.raises(UserError, match="--max-draft-len: no serving configuration is written"):
         _check(run, spec(presets.eagle_config(BASE, overrides={"sliding_window": 9})))
+    block = presets.block_config(BASE, "dflash", {"mask_token_id": 3, "block_size": 4})
+    with pytest.raises(UserError, match="--max-draft-len 4, but the draft proposes blocks of 3 tokens"):
+        _check(run, spec(block))  # it was found when the draft had been written
 
 
 def block_objective(algorithm: str = "dflash", **fields: Any) -> ObjectiveConfig:

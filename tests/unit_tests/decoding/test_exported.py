@@ -138,6 +138,9 @@ def test_options_without_effect_on_a_base_alone_are_refused(
     ):  # fmt: skip
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} needs a draft, but none is given"):
             chain.generate(shipped[1], str(output), base=base, decode=undrafted.replace(**{name: value}))
+    with pytest.raises(UserError, match="--max-draft-len 0 drafts nothing"):
+        none = FEW.replace(max_draft_len=0, use_dynamic_tree=True)
+        chain.generate(shipped[1], str(output), load=str(shipped[0] / "eagle3"), decode=none)
     output.write_text("notes\n")
     with pytest.raises(UserError, match="already exists"):
         chain.generate(shipped[1], str(output), base=base)

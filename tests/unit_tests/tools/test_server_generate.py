@@ -267,6 +267,9 @@ def test_invalid_flags_are_refused_before_any_request(prompts, tmp_path):
             (["--top-p", "0"], "--top-p 0.0: expected a number above 0"),
             (["--extra-body", "[1]"], "expected a JSON object"),
             (["--extra-body", "{"], "is not JSON"),
+            (["--temperature", "1", "--extra-body", '{"temperature": 0, "n": 2}'], "replaces n, temperature of every"),
+            (["--temperature", "0", "--seed", "1"], "--seed needs a --temperature above 0"),
+            (["--temperature", "0", "--top-k", "5"], "--top-k needs a --temperature above 0"),
             (["--data-path", str(tmp_path / "absent")], "no such file"),
             (["--output-path", str(prompts)], "is the file of the prompts"),
         ):
