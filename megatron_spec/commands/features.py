@@ -57,15 +57,17 @@ def manifest_of(loaded: Loaded, dataset: ConversationDataset, template: str, dty
     Args:
         template: `template_hash`.
     """
+    computed = str(loaded.base.dtype).removeprefix("torch.")
     return StoreManifest(
         base_fingerprint=teacher_fingerprint(loaded),
         capture_layer_ids=loaded.spec.draft.capture_layer_ids,
         hidden_size=loaded.spec.base.config.hidden_size,
-        dtype=dtype or str(loaded.base.dtype).removeprefix("torch."),
+        dtype=dtype or computed,
         template_hash=template,
         num_samples=len(dataset),
         seq_length=dataset.seq_length,
         data_hash=dataset.store.meta["data"],
+        computed=computed,
     )
 
 

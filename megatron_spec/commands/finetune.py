@@ -26,6 +26,7 @@ from megatron_spec.config import BaseConfig, TrainConfig, UserError
 from megatron_spec.data.loader import BatchLoader, ConversationDataset, Dataset
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
+from megatron_spec.features.store import FeatureStore
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
 from megatron_spec.training import tracking
@@ -36,11 +37,11 @@ from megatron_spec.training.step import Trainer
 log = logging.getLogger(__name__)
 
 
-def open_data(resolved: Resolved) -> Dataset | None:
-    """The tokenised conversations of --data; None with stored features, which hold their samples."""
+def open_data(resolved: Resolved) -> Dataset:
+    """The tokenised conversations of --data, or stored features, which hold their samples."""
     run, spec = resolved.run, resolved.spec
     if run.offline_data is not None:
-        return None
+        return FeatureStore(run.offline_data)
     dataset = open_dataset(
         str(run.data), tokenizer_folder(spec, run.base, run.tokenizer), resolved.seq_length, run.data_cache_path,
         vocab_size=spec.base.config.vocab_size, template_kwargs=run.chat_template_kwargs,
@@ -151,14 +152,12 @@ def finetune(run: FinetuneRun) -> bool:
 def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
     run.train.micro_batches(world.dp_size, world.pp_size)  # or an error
     log.info("layout: %s", describe_layout(world, resolved.spec.base.config))
-    dataset = open_data(resolved)
-    loaded = load_models(resolved, world)
-    if dataset is None:
-        dataset = stored_features(str(run.offline_data), loaded, world).store
-    loader = make_loader(run, dataset, world)
+    loader = make_loader(run, open_data(resolved), world)
     training, position = with_steps(run, loader.samples_per_epoch), resolved.position
     if resolved.resumed:
         training = continued(resolved, training)
+    loaded = load_models(resolved, world)
+    source = feature_source(run, loaded, loader, world)
     ddp = wrap_ddp(loaded.draft, world, training)
     optimizer, scheduler = build_optimizer(ddp, world, training)
     if resolved.resumed:
@@ -172,7 +171,6 @@ def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
         Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
         wandb_project=run.wandb_project, config={**config, "fast_paths": _paths_that_run(loaded)},
     )  # fmt: skip
-    source = feature_source(run, loaded, loader, world)
     saver, evaluator = CheckpointSaver(resolved, loaded, trainer, training, config), None
     if run.evaluation.interval:
         spec = loaded.spec

@@ -59,6 +59,8 @@ class StoreManifest(Config):
     """Number of samples per shard."""
     data_hash: str = ""
     """Identity of the conversations or dumps that were read; '' if unknown."""
+    computed: str = ""
+    """Data type that the base computed in; '' if unknown."""
     convention: str = CONVENTION
     """Definition of the stored states."""
     format_version: int = FORMAT_VERSION
@@ -133,11 +135,11 @@ def missing_shards(folder: Path, manifest: StoreManifest) -> list[int]:
 def differences(found: StoreManifest, expected: dict[str, Any]) -> list[str]:
     """'name: found X, expected Y' for every field that differs from `expected`.
 
-    An unknown `data_hash` differs from none: earlier versions wrote none.
+    An unknown `data_hash` or `computed` differs from none: earlier versions wrote none.
     """
     values = found.to_dict()
     lists = {name: tuple(value) if isinstance(value, list) else value for name, value in expected.items()}
-    unknown = {"data_hash"} if "" in (found.data_hash, lists.get("data_hash", "")) else set()
+    unknown = {name for name in ("data_hash", "computed") if "" in (values[name], lists.get(name, ""))}
     wrong = {name: value for name, value in lists.items() if values[name] != value and name not in unknown}
     return [f"{name}: found {values[name]!r}, expected {value!r}" for name, value in wrong.items()]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,33 @@ def test_other_optimizer_settings_are_refused_unless_requested(
         again(root, **changes)
     assert again(root, **changes, override_opt_param_scheduler=True)[1]
     assert again(root, **changes, use_checkpoint_opt_param_scheduler=True)[1]
+
+
+def test_epochs_resume_and_other_epochs_are_refused_before_weights_load(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their number of steps, which the learning rate follows, is known with the data."""
+    import megatron_spec.commands.finetune as chain
+    from megatron_spec.config import ObjectiveConfig, TrainConfig
+
+    def train(epochs: int, save: str = "epochs") -> bool:
+        where = (f"{root}/draft", f"{root}/{save}", f"{root}/train.jsonl")
+        goal = ObjectiveConfig(ttt_steps=2)
+        return chain.finetune(*where, TrainConfig(global_batch_size=2), goal, seq_length=64, train_epochs=epochs)
+
+    def losses(save: str) -> list[float]:
+        return [json.loads(line)["loss"] for line in (root / save / "metrics.jsonl").read_text().splitlines()]
+
+    assert train(2, "whole epochs")
+    with monkeypatch.context() as patch:
+        step = chain.Trainer.step
+        patch.setattr(chain.Trainer, "step", lambda *args: signal.raise_signal(signal.SIGTERM) or step(*args))
+        assert not train(2) and latest(root / "epochs") == "1"
+    with monkeypatch.context() as patch:
+        patch.setattr(chain, "load_models", lambda *_: pytest.fail("the weights were read"))
+        with pytest.raises(UserError, match="--lr-decay-iters is 6, the checkpoint has 4"):
+            train(3)
+    assert train(2) and len(losses("epochs")) == 4 and losses("epochs") == losses("whole epochs")
 
 
 @pytest.mark.parametrize(("name", "flag"), [("bf16", "--bf16"), ("use_distributed_optimizer", "--use-distributed-opt")])

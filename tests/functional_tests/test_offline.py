@@ -64,6 +64,9 @@ def one_rank(root: str) -> dict[str, Any]:
     extract_features(
         f"{root}/draft", f"{root}/fp8", f"{root}/train.jsonl", features_dtype="float8_e4m3fn", **common
     )  # fmt: skip
+    other = {**common, "features_dtype": "float8_e4m3fn", "bf16": True}
+    with pytest.raises(UserError, match=r"other settings .computed: found 'float32', expected 'bfloat16'"):
+        extract_features(f"{root}/draft", f"{root}/fp8", f"{root}/train.jsonl", **other)
     found = {
         "online": tune(root, "online", store=None), "offline": tune(root, "offline"),
         "fp8": tune(root, "fp8_run", store="fp8"),
