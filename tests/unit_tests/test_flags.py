@@ -391,6 +391,7 @@ def test_defaults_given_without_effect_are_refused(capsys: pytest.CaptureFixture
     said_of = lambda *words: said(runs.GenerateRun, capsys, *decode, *words)  # noqa: E731
     assert "top_p needs a temperature above 0" in said_of("--top-p", "1")
     assert "--seed has no effect at temperature 0" in said_of("--seed", "0")
+    assert "'a' is there twice" in said_of("--chat-template-kwargs", '{"a": 1, "a": 2}')
     run = cli.Parser("x", runs.GenerateRun).parse_args([*decode, "--max-draft-len", "3", "--relaxed-topk", "1"]).run
     with pytest.raises(UserError, match="--max-draft-len needs a draft"):
         check_undrafted(run.decode)
