@@ -215,8 +215,7 @@ def check_same_run(resolved: Resolved) -> None:
                 "continue it, or another --save folder to start a new run"
             )
     load = resolve_folder(run.load)
-    own = load.resolve().parent == Path(run.save).resolve()
-    if not own and identity(load)["run.json"] != resolved.start["run.json"]:
+    if load.resolve() != resolved.folder.resolve() and identity(load)["run.json"] != resolved.start["run.json"]:
         raise UserError(
             f"--load {run.load} is another checkpoint than {resolved.start['path']}, which the run in --save "
             f"{run.save} started from: give that one, or another --save folder"

@@ -225,6 +225,15 @@ def test_another_draft_to_start_from_is_refused(root: Path) -> None:
         again(root, load=str(root / "moved"))
 
 
+def test_an_earlier_iteration_of_the_run_is_refused(root: Path) -> None:
+    """It continues from its latest one, not from the one that is named."""
+    for name in ("iter_0000001", "iter_0000002"):
+        shutil.copytree(root / "run" / "iter_0000002", root / "back" / name)
+    assert again(root, save="back", load=f"{root}/back")[1] and again(root, save="back", load=f"{root}/draft")[1]
+    with pytest.raises(UserError, match=r"--load .*back/iter_0000001 is another checkpoint than .*draft/iter_0000000"):
+        again(root, save="back", load=f"{root}/back/iter_0000001")
+
+
 def test_another_objective_is_reported(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert again(root)[1] and not caplog.records
