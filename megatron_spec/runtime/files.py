@@ -276,7 +276,7 @@ def require_small(path: Path, kind: str) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object, for json's object_pairs_hook. Raises ValueError for a key that is there twice: json drops the first."""
+    """The object, for json's object_pairs_hook. Raises ValueError for a key that is there twice; json drops one."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
