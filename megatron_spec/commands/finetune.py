@@ -80,8 +80,11 @@ def with_steps(run: FinetuneRun, rows: int) -> TrainConfig:
     return train
 
 
-def say_schedule(train: TrainConfig) -> None:
-    """Log where the learning rate is not what its flags promise."""
+def effective(resolved: Resolved, rows: int) -> TrainConfig:
+    """The training loop as it runs; logs where the learning rate is not what its flags promise. Raises UserError."""
+    train = with_steps(resolved.run, rows)
+    if resolved.resumed:
+        train = continued(resolved, train)
     steps, end = train.train_iters, train.lr_decay_iters
     if train.lr_warmup_iters >= steps:
         log.info(
@@ -92,6 +95,7 @@ def say_schedule(train: TrainConfig) -> None:
             "the learning rate is 0 after step %d (--lr-decay-iters, --min-lr): the other %d steps change nothing", end,
             steps - end,
         )  # fmt: skip
+    return train
 
 
 def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world: World) -> FeatureSource:
@@ -162,9 +166,7 @@ def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
     run.train.micro_batches(world.dp_size, world.pp_size)  # or an error
     log.info("layout: %s", describe_layout(world, resolved.spec.base.config))
     loader = make_loader(run, open_data(resolved), world)
-    training, position = with_steps(run, loader.samples_per_epoch), resolved.position
-    if resolved.resumed:
-        training = continued(resolved, training)
+    training, position = effective(resolved, loader.samples_per_epoch), resolved.position
     loaded = load_models(resolved, world)
     source = feature_source(run, loaded, loader, world)
     ddp = wrap_ddp(loaded.draft, world, training)

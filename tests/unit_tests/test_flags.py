@@ -9,6 +9,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,16 +315,14 @@ def eagle_objective(algorithm: str = "eagle3", **fields: Any) -> ObjectiveConfig
 def test_learning_rates_that_are_never_reached_or_0_are_named(
     length: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from megatron_spec.commands.finetune import say_schedule, with_steps
+    from megatron_spec.commands.finetune import effective
 
     flags = [x for name, value in length.items() for x in (f"--{name.replace('_', '-')}", str(value))]
 
     def said(*more: str) -> str:
         caplog.clear()
         run = cli.Parser("test", runs.FinetuneRun).parse_args(["--load", "d", "--save", "s", *more, *flags]).run
-        train = with_steps(run, rows=20)
-        assert train.train_iters == 5
-        say_schedule(train)
+        assert effective(SimpleNamespace(run=run, resumed=False), rows=20).train_iters == 5  # type: ignore[arg-type]
         return caplog.text
 
     with caplog.at_level("INFO"):
