@@ -25,6 +25,7 @@ from typing import Any, Literal, NoReturn
 
 from megatron_spec.config import Config, UserError, flag_name, megatron_flags, suggest
 from megatron_spec.config.help_text import LONG_CHOICES, HelpFormatter, field_docs, flag_text
+from megatron_spec.runtime.files import unique_keys
 
 log = logging.getLogger(__name__)
 
@@ -307,9 +308,9 @@ def check_urls(*urls: str) -> None:
 def json_object(text: str) -> dict[str, Any]:
     """An argparse type: a JSON object."""
     try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
+        found = json.loads(text, object_pairs_hook=unique_keys)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"expected a JSON object, found {text!r} ({e})") from None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, found {text!r}")
     return found

@@ -93,7 +93,7 @@ def _plan_new(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, D
         }
         overrides = {k: v for k, name in names.items() if (v := getattr(request, name)) is not None}
     else:
-        overrides = read_object(request.draft_config) if request.draft_config else {}
+        overrides = read_object(request.draft_config, unique=True) if request.draft_config else {}
     vocab = draft_vocabulary(request.draft_vocab, overrides, ref.config.vocab_size)
     return fresh_config(ref, request.algorithm, overrides, vocab), vocab
 
@@ -146,7 +146,7 @@ def with_mask_token(ref: BaseReference, overrides: dict[str, Any]) -> dict[str, 
 def _plan_eagle(
     ref: BaseReference, eagle_algorithm: str, eagle_config: str | None, draft_vocab: str | None
 ) -> tuple[EagleConfig, DraftVocab]:
-    overrides = from_modelopt(read_object(eagle_config) if eagle_config else {}, eagle_algorithm)
+    overrides = from_modelopt(read_object(eagle_config, unique=True) if eagle_config else {}, eagle_algorithm)
     vocab = draft_vocabulary(draft_vocab, overrides, ref.config.vocab_size)
     return _eagle_config(ref, eagle_algorithm, overrides, vocab), vocab
 

@@ -77,12 +77,21 @@ def with_steps(run: FinetuneRun, rows: int) -> TrainConfig:
         steps = -(-rows * run.train_epochs // train.global_batch_size)
         log.info("epochs: %d of %d rows, %d a step: %d steps", run.train_epochs, rows, train.global_batch_size, steps)
         train = train.replace(train_iters=steps)
-    if train.lr_warmup_iters >= train.train_iters:
-        log.info(
-            "--lr-warmup-iters %d: the run ends after %d steps, so it never reaches --lr", train.lr_warmup_iters,
-            train.train_iters,
-        )  # fmt: skip
     return train
+
+
+def say_schedule(train: TrainConfig) -> None:
+    """Log where the learning rate is not what its flags promise."""
+    steps, end = train.train_iters, train.lr_decay_iters
+    if train.lr_warmup_iters >= steps:
+        log.info(
+            "--lr-warmup-iters %d: the run ends after %d steps, so it never reaches --lr", train.lr_warmup_iters, steps
+        )
+    if end is not None and end < steps and train.min_lr == 0 and train.lr_decay_style != "constant":
+        log.warning(
+            "the learning rate is 0 after step %d (--lr-decay-iters, --min-lr): the other %d steps change nothing", end,
+            steps - end,
+        )  # fmt: skip
 
 
 def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world: World) -> FeatureSource:

@@ -85,12 +85,16 @@ def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
 
 def _read_policy(path: Path) -> QuantConfig:
     if path.suffix == ".json":
-        values = read_json(path)
+        values = read_json(path, unique=True)
     else:
         import yaml
 
         try:
-            values = yaml.safe_load(read_text(path, "YAML"))
+            text = read_text(path, "YAML")
+            node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+            keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+            if twice := next((key for key in keys if keys.count(key) > 1), None):
+                raise ValueError(f"{twice!r} is there twice")
         except (yaml.YAMLError, ValueError, RecursionError) as e:  # ValueError: a date that does not exist
             raise UserError(f"{path} is not valid YAML: {e}") from None
     if not isinstance(values, dict):

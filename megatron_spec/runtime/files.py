@@ -275,11 +275,24 @@ def require_small(path: Path, kind: str) -> None:
         raise UserError(f"{path}: found {human_size(path.stat().st_size)}, expected a {kind} file of a model")
 
 
-def read_json(path: Path | str) -> Any:
-    """Parse a JSON file. Raises UserError naming the file if it is missing, malformed or not text."""
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object, for json's object_pairs_hook. Raises ValueError for a key that is there twice; json drops one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return found
+
+
+def read_json(path: Path | str, unique: bool = False) -> Any:
+    """Parse a JSON file. Raises UserError naming the file if it is missing, malformed or not text.
+
+    Args:
+        unique: refuse a key that is there twice in an object.
+    """
     text = read_text(path, "JSON")
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys if unique else None)
     except ValueError as e:  # malformed, or a number of more digits than Python reads
         raise UserError(f"{path} is not valid JSON ({e}): correct it, or copy it again if it is truncated") from None
     except RecursionError:
@@ -307,9 +320,11 @@ _NAMES = {
 }  # fmt: skip
 
 
-def read_object(path: Path | str, types: Types | None = None, required: Collection[str] = ()) -> dict[str, Any]:
-    """The object in a JSON file, checked by `check_object`."""
-    return check_object(read_json(path), str(path), types, required)
+def read_object(
+    path: Path | str, types: Types | None = None, required: Collection[str] = (), unique: bool = False
+) -> dict[str, Any]:
+    """The object in a JSON file, checked by `check_object`; `unique`: see `read_json`."""
+    return check_object(read_json(path, unique), str(path), types, required)
 
 
 def model_json(folder: Path | str) -> dict[str, Any]:

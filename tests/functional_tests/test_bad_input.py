@@ -97,6 +97,16 @@ def test_wrong_draft_configuration(place: Path, tmp_path: Path, eagle: dict[str,
     assert expected in convert(place, tmp_path / "out", eagle)
 
 
+def test_a_key_that_is_there_twice(place: Path, tmp_path: Path) -> None:
+    from megatron_spec.commands.convert import convert as run
+
+    config = tmp_path / "draft.json"
+    config.write_text('{"hidden_size": 32, "hidden_size": 64}')
+    for kind in {"eagle_config": str(config)}, {"algorithm": "dflash", "draft_config": str(config)}:
+        said = in_process(run, str(place / "base"), str(tmp_path / "out"), **kind)
+        assert f"{config} is not valid JSON ('hidden_size' is there twice)" in said
+
+
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -232,6 +242,12 @@ def test_quantisation_policy_from_a_file(tmp_path: Path) -> None:
     assert policy({}) == PRESETS["fp8"] == quant_policy("fp8")
     assert "did you mean 'exclude'" in in_process(policy, {"exclud": []})
     assert str(file) in in_process(policy, {"exclude": "*fc"})
+    for name, text in (
+        ("q.json", '{"exclude_base": ["*a"], "exclude_base": ["*b"]}'),
+        ("q.yaml", 'exclude_base: ["*a"]\nexclude_base: ["*b"]\n'),
+    ):  # what the first of them excludes was quantised
+        (tmp_path / name).write_text(text)
+        assert "'exclude_base' is there twice" in in_process(quant_policy, str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

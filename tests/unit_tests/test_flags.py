@@ -311,14 +311,28 @@ def eagle_objective(algorithm: str = "eagle3", **fields: Any) -> ObjectiveConfig
 
 
 @pytest.mark.parametrize("length", [{"train_iters": 5}, {"train_epochs": 2}])
-def test_a_warm_up_longer_than_the_run_is_named(length: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
-    from megatron_spec.commands.finetune import with_steps
+def test_learning_rates_that_are_never_reached_or_0_are_named(
+    length: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron_spec.commands.finetune import say_schedule, with_steps
 
     flags = [x for name, value in length.items() for x in (f"--{name.replace('_', '-')}", str(value))]
-    words = ["--load", "d", "--save", "s", "--lr-warmup-iters", "5", *flags]
+
+    def said(*more: str) -> str:
+        caplog.clear()
+        run = cli.Parser("test", runs.FinetuneRun).parse_args(["--load", "d", "--save", "s", *more, *flags]).run
+        train = with_steps(run, rows=20)
+        assert train.train_iters == 5
+        say_schedule(train)
+        return caplog.text
+
     with caplog.at_level("INFO"):
-        assert with_steps(cli.Parser("test", runs.FinetuneRun).parse_args(words).run, rows=20).train_iters == 5
-    assert "--lr-warmup-iters 5: the run ends after 5 steps, so it never reaches --lr" in caplog.text
+        ending = "--lr-warmup-iters 5: the run ends after 5 steps, so it never reaches --lr"
+        assert ending in said("--lr-warmup-iters", "5")
+        zero = "the learning rate is 0 after step 3 (--lr-decay-iters, --min-lr): the other 2 steps change nothing"
+        assert zero in said("--lr-decay-iters", "3")
+        for more in ["--lr-decay-iters", "5"], ["--lr-decay-iters", "3", "--min-lr", "1e-6"]:
+            assert "change nothing" not in said(*more)
 
 
 def test_settings_without_effect_are_refused() -> None:
@@ -391,6 +405,7 @@ def test_defaults_given_without_effect_are_refused(capsys: pytest.CaptureFixture
     said_of = lambda *words: said(runs.GenerateRun, capsys, *decode, *words)  # noqa: E731
     assert "top_p needs a temperature above 0" in said_of("--top-p", "1")
     assert "--seed has no effect at temperature 0" in said_of("--seed", "0")
+    assert "'a' is there twice" in said_of("--chat-template-kwargs", '{"a": 1, "a": 2}')
     run = cli.Parser("x", runs.GenerateRun).parse_args([*decode, "--max-draft-len", "3", "--relaxed-topk", "1"]).run
     with pytest.raises(UserError, match="--max-draft-len needs a draft"):
         check_undrafted(run.decode)
