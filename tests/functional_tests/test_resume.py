@@ -148,6 +148,56 @@ def test_resume_with_arguments_of_the_template_is_exact(runs: tuple[Path, dict[s
     assert losses(root / "kind")[0] != whole[0]
 
 
+DRAWING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "eagle1": ({"eagle_algorithm": "eagle1"}, {"ttt_steps": 2}),
+    "p-eagle": ({"eagle_algorithm": "p-eagle", "eagle_config": "p-eagle.json"}, {"ttt_steps": 3}),
+    "dspark": (
+        {"algorithm": "dspark", "draft_config": "dspark.json"},
+        {"anchors": 2, "backbone_weight": 0.5, "backbone_iters": 5},
+    ),
+}
+"""Request and objective of drafts that draw noise, rows or anchors; one objective changes with the iteration, too."""
+
+
+def drawing(root: str) -> dict[str, bool]:
+    """Whether a run that continues from its middle, with a schedule, ends as the uninterrupted one; also in fp8."""
+    from megatron.core import parallel_state
+
+    from megatron_spec.commands.convert import convert as run_convert
+    from megatron_spec.commands.finetune import FinetuneRun, finetune
+    from megatron_spec.commands.quantize import quantize
+    from megatron_spec.config import ObjectiveConfig, TrainConfig
+
+    Path(root, "p-eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6], "mask_token_id": 3}))
+    Path(root, "dspark.json").write_text(json.dumps({"mask_token_id": 3, "block_size": 2, "markov_rank": 8}))
+    found = {}
+    for name, (request, values) in DRAWING.items():
+        here, data, goal = Path(root, name), f"{root}/train.jsonl", ObjectiveConfig(**values)
+        places = {k: f"{root}/{v}" if v.endswith(".json") else v for k, v in request.items()}
+        run_convert(f"{root}/base", f"{here}/draft", **places)
+        quantize(f"{here}/draft", f"{here}/fp8", data, samples=2, seq_length=64, objective=goal)
+        train = TrainConfig(4, global_batch_size=4, lr=3e-3, lr_warmup_iters=1, save_interval=2)
+        for start in ("draft", "fp8"):
+            whole, halves = here / f"{start} whole", here / f"{start} halves"
+            for save in (whole, halves):
+                parallel_state.destroy_model_parallel()
+                assert finetune(FinetuneRun(f"{here}/{start}", str(save), data, train, goal, seq_length=64))
+                if save == whole:
+                    shutil.copytree(whole, halves)
+                    shutil.rmtree(halves / "iter_0000004")
+            a, b = parameters(str(whole)), parameters(str(halves))
+            same = all(torch.equal(value, b[parameter]) for parameter, value in a.items())
+            found[f"{name} {start}"] = same and losses(whole) == losses(halves)
+    return found
+
+
+def test_what_a_draft_draws_resumes_exactly(tmp_path: Path) -> None:
+    make_base(tmp_path / "base")
+    write_conversations(tmp_path / "train.jsonl", 10)
+    found = run_world(1, drawing, str(tmp_path))[0]
+    assert len(found) == 2 * len(DRAWING) and all(found.values()), found
+
+
 def test_number_of_kept_checkpoints(runs: tuple[Path, dict[str, Any]]) -> None:
     root, _ = runs
     assert sorted(p.name for p in (root / "beside").glob("*iter_*")) == [f"iter_000000{i}" for i in (4, 5, 6)]
