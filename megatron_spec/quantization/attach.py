@@ -41,6 +41,11 @@ def excluded(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(n, p) for n in names for p in patterns)
 
 
+def _example(name: str) -> tuple[bool, str]:
+    """Sorts linears first."""
+    return "proj" not in name and "linear" not in name, name
+
+
 def check_policy(quant: QuantConfig, base: BaseConfig, draft_names: Iterable[str]) -> None:
     """Raise UserError for settings without effect, such as a misspelt pattern: what it excludes would be quantised.
 
@@ -58,7 +63,7 @@ def check_policy(quant: QuantConfig, base: BaseConfig, draft_names: Iterable[str
         where = {role: found for role, found in known.items() if field in ("exclude", f"exclude_{role}")}
         wrong = [p for p in patterns if not any(excluded(found, [p]) for found in where.values())]
         if wrong:
-            example = ", ".join(f"{max(found, key=len)} ({role})" for role, found in where.items())
+            example = ", ".join(f"{min(found, key=_example)} ({role})" for role, found in where.items())
             raise UserError(f"{field}: {', '.join(wrong)} matches no module; names are such as {example}")
     if quant.clipped_ste and quant.draft != "fp8":
         raise UserError(

@@ -145,7 +145,10 @@ def test_base_exclusion_uses_hugging_face_names(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("quant", "message"),
     [
-        ({"exclude_base": ("*self_atn*",)}, "exclude_base: \\*self_atn\\* matches no module; names are such as model"),
+        (
+            {"exclude_base": ("*self_atn*",)},
+            "exclude_base: \\*self_atn\\* matches no module; names are such as model.*proj",
+        ),
         ({"exclude_draft": ("*mlp*", "layers.9.*")}, "exclude_draft: layers.9"),
         ({"exclude": (*FP8.exclude, "*w1")}, "exclude: \\*w1 matches no module"),
         ({"base": "none", "exclude": ("model.layers.0.*",)}, "exclude: model.layers.0"),
