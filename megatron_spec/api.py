@@ -313,8 +313,8 @@ def quantize(
     quant = quant or QuantConfig()
     expect(quant, QuantConfig, "quant")
     layouts.check("quantize", model.world.parallel)
-    check_policy(quant, model.base.config, [n for n, m in model.draft.named_modules() if hasattr(m, "weight")])
     steps = [_on_device(step, model.world) for step in batches]
+    check_policy(quant, model.base.config, [n for n, m in model.draft.named_modules() if hasattr(m, "weight")])
     report = calibrate(model.base, model.draft, model.source, steps, model.objective, quant, model.world)
     model.quant = quant
     return report
@@ -335,11 +335,12 @@ def export_base(model: SpecModel, folder: str | Path, **options: Any) -> Path:
     return exported_base.export_base(model.base, model.reference, folder, model.quant, model.world, **options)
 
 
-def _decoding(config: DecodeConfig | None, draft: Draft) -> DecodeConfig:
-    most = default_length(DecodeConfig(), draft.config)
-    expect(found := DecodeConfig(max_draft_len=most) if config is None else config, DecodeConfig, "config")
-    require(found.speculative_model is None, "config: the model has its draft: leave speculative_model out")
-    return found
+def _decoding(config: DecodeConfig | None, model: SpecModel) -> DecodeConfig:
+    if config is not None:
+        expect(config, DecodeConfig, "config")
+        require(config.speculative_model is None, "config: the model has its draft: leave speculative_model out")
+    layouts.check("decode", model.world.parallel)
+    return config or DecodeConfig(max_draft_len=default_length(DecodeConfig(), model.draft.config))
 
 
 def validate(
@@ -355,8 +356,7 @@ def validate(
         tokenizer: folder of the tokenizer; default: the base's.
         output: file for the report.
     """
-    config = _decoding(config, model.draft)
-    layouts.check("decode", model.world.parallel)
+    config = _decoding(config, model)
     if output is not None:
         together(lambda: require_report(output, "output"))
     folder = tokenizer or str(model.reference.path)
@@ -384,7 +384,7 @@ def decode(
     Args:
         stop_ids: tokens that end an answer; default: the base's.
     """
-    config = _decoding(config, model.draft)
+    config = _decoding(config, model)
     if any(isinstance(x, (str, int)) or any(isinstance(token, float) for token in x) for x in (*prompts, stop_ids)):
         raise UserError(
             "decode: found text, numbers or a single prompt, expected lists of token ids, one for each prompt"
