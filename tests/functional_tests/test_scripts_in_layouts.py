@@ -124,3 +124,5 @@ def test_layouts_with_other_results_are_refused(sizes: dict[str, Any], expected:
         megatron_spec.quantize(model, [])
     with pytest.raises(UserError, match=r"does not work with validate\.py, generate\.py"):
         megatron_spec.validate(model, "prompts.jsonl")
+    with pytest.raises(UserError, match=r"does not work with validate\.py, generate\.py"):
+        megatron_spec.decode(model, [[1]])
