@@ -8,6 +8,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,8 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     ones = torch.ones(B, S, dtype=torch.int32)
     positions = torch.arange(S).expand(B, S).clone()
     batch = Batch(tokens, positions, ones, ones - 1, context=world.context).to(world.device)
-    steps = itertools.repeat([batch] * (mine * world.pp_size))
+    copies = [replace(batch) for _ in range(mine * world.pp_size)]
+    steps = (trainer.prepare(copies) for _ in itertools.count())
     stream = FeaturesAhead(OnlineFeatures(base), steps, world.pp_size, args.features_ahead)
     flush = max(1, stream.ahead // mine)  # steps that one run of the pipeline serves
 
@@ -165,7 +167,7 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
         begin = time.perf_counter()
         for _ in range(count):
             _, features, owned = stream.step()
-            trainer.step(features, "", owned, stream.prepare)
+            trainer.step(features, count=owned, meanwhile=stream.prepare)
         if cuda:
             torch.cuda.synchronize()
         dist.barrier()

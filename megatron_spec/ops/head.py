@@ -93,10 +93,8 @@ class _FusedHead(torch.autograd.Function):
         wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
         train = any(ctx.needs_input_grad)
         counts, products = [len(h) for h in hidden_RH], WeightProducts(weight_DH, fp8)
-        x_NH, teacher, weight, target = (
-            x if order_N is None else x.index_select(0, order_N)
-            for x in (_joined(list(hidden_RH)), *_facts(given.steps))
-        )
+        x_NH, teacher, weight, target = (_at(x, order_N) for x in (_joined(list(hidden_RH)), *_facts(given.steps)))
+        places_N = None if order_N is None else _places(order_N)
         gradient = weight_gradient(x_NH, weight_DH, fp8) if train and ctx.needs_input_grad[1] else None
         grad_NH = torch.empty_like(x_NH) if train else None
         weight = weight.to(wide)
@@ -128,9 +126,9 @@ class _FusedHead(torch.autograd.Function):
                 products.backward(grad, out=grad_NH[part])
             if gradient is not None:
                 gradient.add(grad)
-        total, stats = _sums(found, weight, target, counts, order_N)
+        total, stats = _sums(found, weight, target, counts, places_N)
         ctx.save_for_backward(
-            None if gradient is None else gradient.result(), None if grad_NH is None else _restored(grad_NH, order_N)
+            None if gradient is None else gradient.result(), None if grad_NH is None else _at(grad_NH, places_N)
         )
         ctx.weight, ctx.counts, ctx.scale_ = weight_DH, counts, given.scale_
         ctx.mark_non_differentiable(stats)
@@ -209,18 +207,21 @@ def _facts(steps: list[StepRows]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(teacher), torch.cat(weight), torch.cat(target)
 
 
-def _restored(x_NX: Tensor, order_N: Tensor | None) -> Tensor:
-    """Rows as they were before `order_N`."""
-    if order_N is None:
-        return x_NX
+def _places(order_N: Tensor) -> Tensor:
+    """Where each row is in that order: to restore rows by index_select is three times as fast as by index_copy_."""
     places_N = torch.empty_like(order_N)
     places_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    return x_NX.index_select(0, places_N)  # three times as fast as index_copy_ of whole rows
+    return places_N
+
+
+def _at(x_NX: Tensor, rows_N: Tensor | None) -> Tensor:
+    """Its rows in another order, if there is one."""
+    return x_NX if rows_N is None else x_NX.index_select(0, rows_N)
 
 
 def _sums(
     found: list[tuple[Tensor, Tensor, Tensor]], weight_N: Tensor, target_N: Tensor, counts: list[int],
-    order_N: Tensor | None,
+    places_N: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(weighted total, [T, 3]) from (loss, overlap, argmax) of the chunks."""
     if not found:
@@ -228,7 +229,7 @@ def _sums(
     loss, overlap, argmax = (torch.cat(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True))
     # at weight 0 the loss may be infinite (label outside the vocabulary): 0, not NaN
     loss = torch.where(weight_N > 0, loss, 0)
-    columns = _restored(torch.stack([loss, (argmax == target_N).to(loss.dtype), overlap], 1), order_N)
+    columns = _at(torch.stack([loss, (argmax == target_N).to(loss.dtype), overlap], 1), places_N)
     return (loss * weight_N).sum(), torch.stack([part.sum(0) for part in columns.split(counts)])
 
 

@@ -124,7 +124,8 @@ class Trainer:
         with aside():
             copied = to_host(torch.cat([sums.flatten(), loss[None]]))  # done before the norm, which the host waits for
             norm = float(self.optimizer.get_grad_norm() or 0.0)
-        sums, loss = copied()[:-1].view_as(sums), copied()[-1]
+        found = copied()
+        sums, loss = found[:-1].view_as(sums), found[-1]
         rows, value = float(sums[3, 0]), float(loss)
         norm /= max(rows, 1.0)
         for what, number in (("loss", value), ("norm of the gradient", norm)):

@@ -88,7 +88,7 @@ def _sees_context(rows, first, anchor, slot, valid, WINDOW: tl.constexpr):
 
 @triton.jit
 def _bounds(first, anchor, valid, WINDOW: tl.constexpr, KEYS: tl.constexpr):
-    """(first, end) of the context rows seen by any row of a tile, and up to where tiles of them are seen by all."""
+    """(begin, whole, end): any row of a tile sees context rows begin..end-1, and all see the tiles before `whole`."""
     low = first
     if WINDOW > 0:
         low = tl.maximum(first, anchor - WINDOW + 1)
@@ -206,6 +206,28 @@ def _query_backward_kernel(
 
 
 @triton.jit
+def _add_queries(
+    q_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, anchor_ptr, i, g, k, v, rows, dk, dv, P, scale, C: tl.constexpr,
+    G: tl.constexpr, n: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """(dk, dv) of a tile of context rows with what tile `i` of queries adds; those that are not valid are 0."""
+    parts: tl.constexpr = n // HEADS
+    _block, slot, valid, at, first, anchor, q = _rows(
+        q_ptr, first_ptr, anchor_ptr, i // parts, i % parts, g, P, C, G, n, D, HEADS, BLOCKS, M
+    )
+    do, lse = _matrix(do_ptr, at, valid, D), tl.load(lse_ptr + at, mask=valid, other=0.0)
+    delta = tl.load(delta_ptr + at, mask=valid, other=0.0)
+    seen = True
+    if MASKED:
+        seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
+    p, ds = _weights(q, k, v, do, lse, delta, seen, scale, MASKED)
+    dv += tl.dot(tl.trans(p.to(do.dtype)), do)
+    dk += tl.dot(tl.trans(ds.to(q.dtype)), q)
+    return dk, dv
+
+
+@triton.jit
 def _context_backward_kernel(
     q_ptr, keys_ptr, values_ptr, do_ptr, lse_ptr, delta_ptr, dkeys_ptr, dvalues_ptr, first_ptr, anchor_ptr,
     seen_ptr, P, L, scale, plain_scale, C: tl.constexpr, G: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
@@ -225,25 +247,16 @@ def _context_backward_kernel(
     whole = tl.minimum(tl.maximum(whole, begin), end)
     whole_end = tl.maximum(tl.load(seen_ptr + 3 * TILES + tile) // BLOCKS * parts, whole)
     for i in range(whole, whole_end):
-        _block, slot, valid, at, first, anchor, q = _rows(
-            q_ptr, first_ptr, anchor_ptr, i // parts, i % parts, g, P, C, G, n, D, HEADS, BLOCKS, M
-        )
-        do, lse = _matrix(do_ptr, at, valid, D), tl.load(lse_ptr + at, mask=valid, other=0.0)
-        delta = tl.load(delta_ptr + at, mask=valid, other=0.0)
-        p, ds = _weights(q, k, v, do, lse, delta, True, scale, False)  # rows that are not valid are 0 in q and do
-        dv += tl.dot(tl.trans(p.to(do.dtype)), do)
-        dk += tl.dot(tl.trans(ds.to(q.dtype)), q)
+        dk, dv = _add_queries(
+            q_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, anchor_ptr, i, g, k, v, rows, dk, dv, P, scale, C, G, n, D,
+            WINDOW, HEADS, BLOCKS, M, False,
+        )  # fmt: skip
     for j in range(begin, end - (whole_end - whole)):
         i = tl.where(j < whole, j, j + whole_end - whole)
-        _block, slot, valid, at, first, anchor, q = _rows(
-            q_ptr, first_ptr, anchor_ptr, i // parts, i % parts, g, P, C, G, n, D, HEADS, BLOCKS, M
-        )
-        do, lse = _matrix(do_ptr, at, valid, D), tl.load(lse_ptr + at, mask=valid, other=0.0)
-        delta = tl.load(delta_ptr + at, mask=valid, other=0.0)
-        seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
-        p, ds = _weights(q, k, v, do, lse, delta, seen, scale, True)
-        dv += tl.dot(tl.trans(p.to(do.dtype)), do)
-        dk += tl.dot(tl.trans(ds.to(q.dtype)), q)
+        dk, dv = _add_queries(
+            q_ptr, do_ptr, lse_ptr, delta_ptr, first_ptr, anchor_ptr, i, g, k, v, rows, dk, dv, P, scale, C, G, n, D,
+            WINDOW, HEADS, BLOCKS, M, True,
+        )  # fmt: skip
     place = at_keys[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(dkeys_ptr + place, (dk * plain_scale).to(dkeys_ptr.dtype.element_ty), mask=(rows < L)[:, None])
     tl.store(dvalues_ptr + place, dv.to(dvalues_ptr.dtype.element_ty), mask=(rows < L)[:, None])
